@@ -1,0 +1,143 @@
+"""Every engine option, once: name, default, help, command-line spelling.
+
+`qengine serve --help`, the README's flag table and the keywords of `LLM(...)` are all made from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qengine.errors import ConfigError
+
+OPTION = "qengine.option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a config field appears on the command line."""
+
+    help: str
+    group: str
+    flags: tuple[str, ...] = ()
+    """Spellings beside --field-name; the first one given here is shown first."""
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    flags: Sequence[str] = (),
+    choices: Sequence[str] = (),
+    metavar: str | None = None,
+) -> Any:
+    meta = {OPTION: Option(help, group, tuple(flags), tuple(choices), metavar)}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+MODEL, MEMORY, SCHEDULING, RUN, NOT_BUILT = "model", "memory", "scheduling", "execution", "not built yet"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine. Frozen; derived values are computed where they are used."""
+
+    model: str | None = option(
+        None, "Local folder or hub name; without one, the demo model (SmolLM2-135M-Instruct)", group=MODEL
+    )
+    tokenizer: str | None = option(None, "Folder or hub name of the tokenizer (default: the model's)", group=MODEL)
+    revision: str | None = option(None, "Branch, tag or commit of a hub model", group=MODEL)
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model. Off by default; said loudly when on", group=MODEL
+    )
+    dtype: str = option(
+        "auto",
+        "Compute dtype. auto: the checkpoint's own where the device runs it well",
+        group=MODEL,
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )
+    quantization: str | None = option(
+        None,
+        "Weight format, a plugin name (see `qengine plugins`). Default: what the checkpoint says. On a 16-bit "
+        "checkpoint, awq first makes a 4-bit copy in the cache",
+        group=MODEL,
+        flags=("--quant", "-q"),
+        metavar="NAME",
+    )
+    load_format: str = option(
+        "auto",
+        "Where weights come from: safetensors files, or random ones (dummy)",
+        group=MODEL,
+        choices=("auto", "safetensors", "dummy"),
+    )
+    seed: int = option(0, "Seed of requests that bring none, and of dummy weights", group=RUN)
+    device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))
+    enforce_eager: bool = option(False, "Never capture CUDA graphs", group=RUN)
+    kv_cache_dtype: str = option(
+        "auto",
+        "KV-cache dtype, a plugin name: auto (compute dtype), fp8 = fp8_e4m3, fp8_e5m2",
+        group=MEMORY,
+        flags=("--kv-dtype",),
+        metavar="NAME",
+    )
+    block_size: int = option(16, "Tokens of one KV block", group=MEMORY)
+    gpu_memory_utilization: float = option(
+        0.92, "Share of the device's memory that qengine may use, at most what is free at start", group=MEMORY
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache in bytes (K, M, G suffixes are powers of 1024); wins over the share", group=MEMORY
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest prompt plus output in tokens. auto (default): the largest that fits, at most the model's own",
+        group=MEMORY,
+        metavar="N|auto",
+    )
+    enable_prefix_caching: bool = option(True, "Reuse cached blocks of equal prefixes", group=SCHEDULING)
+    max_num_seqs: int = option(256, "Most sequences in one step", group=SCHEDULING)
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens in one step (default: 8192 on CUDA, 512 on a CPU)", group=SCHEDULING
+    )
+    scheduling_policy: str = option(
+        "fcfs", "Order of waiting requests", group=SCHEDULING, choices=("fcfs", "priority")
+    )
+    tensor_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-tp",))
+    pipeline_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-pp",))
+    swap_space: float = option(0.0, "KV swap to host memory; only 0 for now", group=NOT_BUILT)
+    cpu_offload_gb: float = option(0.0, "Weight offload to host memory; only 0 for now", group=NOT_BUILT)
+    speculative_config: str | None = option(None, "Speculative decoding; refused for now", group=NOT_BUILT)
+    enable_lora: bool = option(False, "LoRA adapters; refused for now", group=NOT_BUILT)
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+
+def options(cls: type) -> list[tuple[dataclasses.Field[Any], Option]]:
+    """The fields of a config class with their options, in order."""
+    return [(f, f.metadata[OPTION]) for f in dataclasses.fields(cls) if OPTION in f.metadata]
+
+
+def check_config(c: EngineConfig) -> None:
+    """Raise ConfigError for the first option that is out of range or not built yet."""
+    for f, opt in options(EngineConfig):
+        value = getattr(c, f.name)
+        flag = "--" + f.name.replace("_", "-")
+        if opt.group == NOT_BUILT and value != f.default:
+            raise ConfigError(f"{flag} is not built yet", have=value, need=f.default, hint=f"leave {flag} out")
+        if opt.choices and value not in opt.choices:
+            raise ConfigError(f"{flag}: unknown value", have=repr(value), need=" | ".join(opt.choices))
+    for name, low in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1)):
+        value = getattr(c, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+            raise ConfigError(f"--{name.replace('_', '-')} must be an integer", have=value, need=f">= {low}")
+    if c.block_size & (c.block_size - 1) or c.block_size > 256:
+        raise ConfigError("--block-size must be a power of two up to 256", have=c.block_size, need="1, 2, 4 ... 256")
+    if not 0 < c.gpu_memory_utilization <= 1:
+        raise ConfigError("--gpu-memory-utilization is a share", have=c.gpu_memory_utilization, need="0 < x <= 1")
+    if c.kv_cache_memory_bytes is not None and c.kv_cache_memory_bytes <= 0:
+        raise ConfigError("--kv-cache-memory-bytes must be positive", have=c.kv_cache_memory_bytes, need="> 0")

@@ -1,0 +1,84 @@
+"""Linear layers over one or more checkpoint modules (q/k/v and gate/up run as one where their schemes agree)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qengine.layers.module import Leaf, ModelContext
+from qengine.plugin import DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
+
+
+class Linear(Leaf):
+    """y = x @ W.T + b for one checkpoint module, or several stacked along their outputs.
+
+    The loader calls `resolve` with one scheme per shard before anything is read. Shards whose schemes have equal keys
+    are bound as one op; otherwise each run of equal neighbours gets its own op and the outputs are concatenated.
+    """
+
+    def __init__(
+        self,
+        ctx: ModelContext,
+        names: str | Sequence[str],
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+    ) -> None:
+        names = [names] if isinstance(names, str) else list(names)
+        outs = [out_features] if isinstance(out_features, int) else list(out_features)
+        self.name = names[0]
+        self.in_features = in_features
+        self.out_features = sum(outs)
+        self.device, self.info, self.dtype = ctx.device, ctx.info, ctx.dtype
+        self.specs = [LinearSpec(n, in_features, o, bias) for n, o in zip(names, outs, strict=True)]
+        self.schemes: list[LinearScheme] = []
+        self.ops: list[LinearOp] = []
+        ctx.add(self)
+
+    def resolve(self, schemes: Sequence[LinearScheme]) -> None:
+        self.schemes = list(schemes)
+
+    def needs(self) -> list[tuple[str, TensorNeed]]:
+        return [
+            (f"{spec.name}.{need.leaf}", need)
+            for spec, scheme in zip(self.specs, self.schemes, strict=True)
+            for need in scheme.tensors(spec)
+        ]
+
+    def runs(self) -> list[tuple[LinearScheme, list[LinearSpec]]]:
+        """Neighbouring shards that run as one op."""
+        out: list[tuple[LinearScheme, list[LinearSpec]]] = []
+        for spec, scheme in zip(self.specs, self.schemes, strict=True):
+            if out and out[-1][0].key == scheme.key:
+                out[-1][1].append(spec)
+            else:
+                out.append((scheme, [spec]))
+        return out
+
+    def resident_bytes(self, info: DeviceInfo) -> dict[str, int]:
+        """Bytes that `load` will keep, by format."""
+        total: dict[str, int] = {}
+        for spec, scheme in zip(self.specs, self.schemes, strict=True):
+            total[scheme.format] = total.get(scheme.format, 0) + scheme.resident_bytes(spec, info, self.dtype)
+        return total
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.ops = []
+        for scheme, specs in self.runs():
+            shards = []
+            for spec in specs:
+                prefix = spec.name + "."
+                own = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
+                shards.append(LinearShard(spec, own))
+            self.ops.append(scheme.bind(shards, self.device, self.info, self.dtype))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {f"{i}.{k}": t for i, op in enumerate(self.ops) for k, t in op.buffers().items()}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in_features] -> [T, out_features]."""
+        ops = self.ops
+        if len(ops) == 1:
+            return ops[0](x)
+        return torch.cat([op(x) for op in ops], dim=-1)

@@ -1,0 +1,169 @@
+"""The weight-format contract.
+
+A format answers four questions about one linear module: which tensors it holds in a file (`LinearScheme.tensors`),
+what they mean (`dequantize`), where it runs (`capability`) and how it runs (`bind` -> `LinearOp`). The core never
+asks for a format by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from qengine.plugin.device import Capability, DeviceInfo
+
+CONTRACT_VERSION = 1
+"""Version of both plugin contracts. A plugin states the one it was written for in its `contract` attribute."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as a checkpoint header states it; `dtype` is the safetensors code (F16, BF16, F32, I32, F8_E4M3...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorNeed:
+    """A tensor that one linear of a scheme holds in the file.
+
+    `leaf` is the last part of its name ("qweight"). `shape` must match exactly; a None entry matches any size.
+    `dtypes` are the accepted safetensors codes. `output_dim` / `input_dim` name the dimension that runs along the
+    linear's outputs / inputs (how the tensor splits for fused and sharded modules); None means it does not split.
+    """
+
+    leaf: str
+    shape: tuple[int | None, ...]
+    dtypes: tuple[str, ...]
+    output_dim: int | None = None
+    input_dim: int | None = None
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear module as the checkpoint names it: y[T, out] = x[T, in] @ W[out, in].T + bias."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+
+@dataclass
+class LinearShard:
+    """One checkpoint module's tensors (by leaf name, as read from the file) on their way into a possibly fused op."""
+
+    spec: LinearSpec
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class LinearOp(ABC):
+    """A bound linear: holds device buffers and runs. Built by `LinearScheme.bind`."""
+
+    in_features: int
+    out_features: int
+    kernel: str
+    """Which kernel runs and why, for the start-up report: "int4 M<=4, bf16 GEMM above (measured)"."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in_features] in the compute dtype -> [T, out_features] in the same dtype."""
+
+    @abstractmethod
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every tensor this op keeps (packed weights, zeros, scales, index maps, bias), by name.
+
+        Memory reports and offload see exactly these.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.buffers().values())
+
+
+class LinearScheme(ABC):
+    """How one kind of linear is stored and run. Equal `key` means that shards may be fused into one op."""
+
+    format: str
+    """Short name for reports, such as "awq 4-bit g128"."""
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Any, ...]:
+        """Everything that must agree for two shards to run fused."""
+
+    @abstractmethod
+    def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
+        """Names, shapes and dtypes that this linear holds in the file. Accounting uses exactly this list."""
+
+    @abstractmethod
+    def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
+        """Bytes that `bind` will keep for this linear; pure, used by the planner before anything is read."""
+
+    @abstractmethod
+    def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
+        """Pure; needs no GPU."""
+
+    @abstractmethod
+    def bind(
+        self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> LinearOp:
+        """Repack one module (one or more shards stacked along outputs) and place it on `device`.
+
+        Takes ownership of the tensors: entries may be popped as they are consumed, so that the peak is one module.
+        """
+
+    @abstractmethod
+    def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The plain meaning of the stored tensors: float32 [out_features, in_features]. The reference of every test."""
+
+
+class Quantizer(ABC):
+    """Makes a format's tensors from a dense weight."""
+
+    @abstractmethod
+    def accepts(self, spec: LinearSpec) -> str | None:
+        """None when this linear can be quantised, else the reason why it stays dense."""
+
+    @abstractmethod
+    def quantize(self, spec: LinearSpec, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """weight [out, in] (any float dtype) -> tensors by leaf name, on the CPU, in the file's layout."""
+
+    @abstractmethod
+    def config(self, skipped: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` that describes the result; `skipped` are module names left dense."""
+
+
+class WeightQuant(ABC):
+    """A weight format: entry point of group `qengine.weight_quant`."""
+
+    name: ClassVar[str]
+    contract: ClassVar[int] = CONTRACT_VERSION
+    methods: ClassVar[tuple[str, ...]] = ()
+    """`quant_method` values in a checkpoint's config that this plugin reads (its own `name` included)."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, config: Mapping[str, Any] | None) -> WeightQuant:
+        """Read the format's own config dict (None: the checkpoint has none). Raises ValueError naming field and value
+        for what this plugin cannot do."""
+
+    @abstractmethod
+    def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
+        """The scheme of one linear, decided from the tensors that the file holds under its name (by leaf name).
+
+        The config is a cross-check: a contradiction raises ValueError naming both. None: this plugin does not store
+        that module (the loader then asks the dense plugin).
+        """
+
+    @classmethod
+    def quantizer(cls, **options: Any) -> Quantizer | None:
+        """How this format is made from dense weights; None when it cannot be made here."""
+        return None
