@@ -1,0 +1,24 @@
+"""Settings that every test shares: one torch thread, no network, GPU tests only where there is a GPU."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, tests marked gpu are deselected (not skipped: they say nothing about this machine)."""
+    if torch.cuda.is_available():
+        return
+    gone = [item for item in items if item.get_closest_marker("gpu")]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in gone]
