@@ -1,27 +1,31 @@
 """What a plugin author imports: the two contracts, device descriptions and discovery.
 
-Nothing here imports another part of qengine, and only `discovery` touches `importlib.metadata`.
+Nothing here imports another part of qengine, and only `discovery` touches `importlib.metadata`. Names are imported on
+first use, so that listing plugins doesn't pay for torch.
 """
 
-from qengine.plugin.device import Capability, DeviceInfo
-from qengine.plugin.kv import (
-    AttentionSpec,
-    KVDtype,
-    KVFunctions,
-    KVLayout,
-    KVScales,
-)
-from qengine.plugin.weights import (
-    CONTRACT_VERSION,
-    LinearOp,
-    LinearScheme,
-    LinearShard,
-    LinearSpec,
-    Quantizer,
-    TensorInfo,
-    TensorNeed,
-    WeightQuant,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qengine.plugin.device import Capability, DeviceInfo
+    from qengine.plugin.kv import (
+        AttentionSpec,
+        KVDtype,
+        KVFunctions,
+        KVLayout,
+        KVScales,
+    )
+    from qengine.plugin.weights import (
+        CONTRACT_VERSION,
+        LinearOp,
+        LinearScheme,
+        LinearShard,
+        LinearSpec,
+        Quantizer,
+        TensorInfo,
+        TensorNeed,
+        WeightQuant,
+    )
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -41,3 +45,15 @@ __all__ = [
     "TensorNeed",
     "WeightQuant",
 ]
+
+_MODULES = {"Capability": "device", "DeviceInfo": "device"} | dict.fromkeys(
+    ("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from importlib import import_module
+
+        return getattr(import_module(f"qengine.plugin.{_MODULES.get(name, 'weights')}"), name)
+    raise AttributeError(f"module 'qengine.plugin' has no attribute {name!r}")

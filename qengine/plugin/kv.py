@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from qengine.plugin.device import Capability, DeviceInfo
-from qengine.plugin.weights import CONTRACT_VERSION
 
 ScaleGranularity = Literal["none", "tensor", "head"]
 
@@ -109,7 +108,8 @@ class KVDtype(ABC):
     """A KV-cache format: entry point of group `qengine.kv_dtype`. Instances are stateless."""
 
     name: ClassVar[str]
-    contract: ClassVar[int] = CONTRACT_VERSION
+    contract: ClassVar[int]
+    """The contract version that the plugin was written for: a number, so that it stays when qengine's moves on."""
     scale_granularity: ClassVar[tuple[ScaleGranularity, ...]] = ("none",)
     max_value: ClassVar[float | None] = None
     """Largest finite stored value; scale = amax / max_value. None when the format takes no scales."""

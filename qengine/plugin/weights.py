@@ -17,7 +17,7 @@ import torch
 from qengine.plugin.device import Capability, DeviceInfo
 
 CONTRACT_VERSION = 1
-"""Version of both plugin contracts. A plugin states the one it was written for in its `contract` attribute."""
+"""Version of both plugin contracts. A plugin states the one it was written for, as a number, in its `contract`."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class WeightQuant(ABC):
     """A weight format: entry point of group `qengine.weight_quant`."""
 
     name: ClassVar[str]
-    contract: ClassVar[int] = CONTRACT_VERSION
+    contract: ClassVar[int]
+    """The contract version that the plugin was written for: a number, so that it stays when qengine's moves on."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` values in a checkpoint's config that this plugin reads (its own `name` included)."""
 

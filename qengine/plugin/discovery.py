@@ -1,0 +1,168 @@
+"""Finds plugins by name among the installed distributions' entry points.
+
+Listing reads metadata only: no plugin, no torch and no kernel is imported. A plugin is imported when it is asked for,
+so a broken or clashing one matters only to the run that names it. `check_plugins` imports all of them for a report.
+"""
+
+from __future__ import annotations
+
+import difflib
+import traceback as tracebacks
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Literal, overload
+
+from qengine.errors import PluginError
+
+if TYPE_CHECKING:
+    from qengine.plugin.kv import KVDtype
+    from qengine.plugin.weights import WeightQuant
+
+Kind = Literal["weight", "kv"]
+State = Literal["not loaded", "ok", "broken", "old contract", "clash"]
+
+GROUPS: dict[Kind, str] = {"weight": "qengine.weight_quant", "kv": "qengine.kv_dtype"}
+FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype"}
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One registered plugin. `value` is its entry point ("module:Class"); `error` the first line of what is wrong with
+    it and `traceback` the whole of it, both None as long as nothing is known to be wrong."""
+
+    kind: Kind
+    name: str
+    distribution: str
+    version: str
+    value: str
+    state: State = "not loaded"
+    error: str | None = None
+    traceback: str | None = None
+
+    @property
+    def origin(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def list_plugins(kind: Kind | None = None) -> list[PluginRecord]:
+    """Every registered plugin of a kind (both when None), sorted by name; nothing is imported.
+
+    Names that two distributions register come back with state "clash", all others with "not loaded".
+    """
+    return [record for k in _kinds(kind) for record, _ in _found(k)]
+
+
+def check_plugins(kind: Kind | None = None) -> list[PluginRecord]:
+    """Like `list_plugins`, after trying to load each plugin; never raises for a plugin's own fault."""
+    checked = []
+    for k in _kinds(kind):
+        for record, entry in _found(k):
+            if record.state == "clash":
+                checked.append(record)
+                continue
+            try:
+                _load(record, entry)
+            except PluginError as e:
+                state: State = "old contract" if isinstance(e, _OldContract) else "broken"
+                error = str(e) if e.__cause__ is None else _first_line(_root(e))
+                text = "".join(tracebacks.format_exception(e.__cause__ or e))
+                checked.append(replace(record, state=state, error=error, traceback=text))
+            else:
+                checked.append(replace(record, state="ok"))
+    return checked
+
+
+@overload
+def load_plugin(kind: Literal["weight"], name: str) -> type[WeightQuant]: ...
+@overload
+def load_plugin(kind: Literal["kv"], name: str) -> type[KVDtype]: ...
+def load_plugin(kind: Kind, name: str) -> type[WeightQuant] | type[KVDtype]:
+    """The plugin class registered as `name`.
+
+    Raises PluginError when the name is unknown (listing what exists), registered twice (naming both distributions),
+    broken (with the cause's first line; the cause itself is chained) or written for another contract version.
+    """
+    found = _found(kind)
+    hits = [(record, entry) for record, entry in found if record.name == name]
+    if not hits:
+        names = sorted({record.name for record, _ in found})
+        near = difflib.get_close_matches(name, names, 1)
+        raise PluginError(
+            f"{FLAGS[kind]}: no plugin named {name!r}",
+            need=" | ".join(names) or "an installed plugin",
+            hint=f"{FLAGS[kind]} {near[0]}" if near else "`qengine plugins` lists what is installed",
+        )
+    record, entry = hits[0]
+    if record.state == "clash":
+        raise PluginError(f"{FLAGS[kind]} {name}: {record.error}", hint="uninstall one of them")
+    return _load(record, entry)
+
+
+def _kinds(kind: Kind | None) -> Sequence[Kind]:
+    return tuple(GROUPS) if kind is None else (kind,)
+
+
+def _found(kind: Kind) -> list[tuple[PluginRecord, metadata.EntryPoint]]:
+    found = []
+    for entry in metadata.entry_points(group=GROUPS[kind]):
+        dist = entry.dist
+        name, version = (dist.name, dist.version) if dist is not None else ("unknown", "?")
+        found.append((PluginRecord(kind, entry.name, name, version, entry.value), entry))
+    found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
+    counts = Counter(record.name for record, _ in found)
+    return [
+        (record if counts[record.name] == 1 else _clashing(record, [r for r, _ in found]), entry)
+        for record, entry in found
+    ]
+
+
+def _clashing(record: PluginRecord, records: Sequence[PluginRecord]) -> PluginRecord:
+    owners = " and ".join(f"{r.origin} ({r.value})" for r in records if r.name == record.name)
+    return replace(record, state="clash", error=f"{record.name!r} is registered twice, by {owners}")
+
+
+def _load(record: PluginRecord, entry: metadata.EntryPoint) -> type[WeightQuant] | type[KVDtype]:
+    where = f"plugin {record.name!r} of {record.origin}"
+    try:
+        loaded = entry.load()
+    except (Exception, SystemExit) as e:  # a plugin that exits at import must not take qengine with it
+        raise PluginError(
+            f"{where} does not load: {_first_line(_root(e))}", hint="`qengine plugins --verbose` shows the traceback"
+        ) from e
+    _check_contract(record, where, loaded)
+    return loaded  # type: ignore[no-any-return]
+
+
+def _check_contract(record: PluginRecord, where: str, loaded: object) -> None:
+    """Raise PluginError unless `loaded` is a class of the right kind that states this contract version."""
+    from qengine.plugin.kv import KVDtype
+    from qengine.plugin.weights import CONTRACT_VERSION, WeightQuant
+
+    base = WeightQuant if record.kind == "weight" else KVDtype
+    stated = getattr(loaded, "contract", None)
+    if stated != CONTRACT_VERSION:
+        raise _OldContract(
+            f"{where} was written for another plugin contract",
+            have=f"contract {stated}" if stated is not None else "no `contract` attribute",
+            need=f"contract {CONTRACT_VERSION}",
+            hint=f"a release of {record.distribution} made for this qengine",
+        )
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise PluginError(f"{where} is not a {base.__name__}", have=record.value, need=f"a subclass of {base.__name__}")
+
+
+class _OldContract(PluginError):
+    """The plugin states another contract version, or none."""
+
+
+def _root(e: BaseException) -> BaseException:
+    """The exception that a chain of `raise ... from ...` started with."""
+    while e.__cause__ is not None:
+        e = e.__cause__
+    return e
+
+
+def _first_line(e: BaseException) -> str:
+    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}".rstrip(": ")
