@@ -1,0 +1,45 @@
+"""From what the user named to a folder the engine can load: the demo model, a hub download, a 4-bit copy.
+
+Shared by `qengine serve` and `LLM(...)`. Says what it does through `say`; fetches nothing that was not asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from qengine.config import EngineConfig
+
+Say = Callable[[str], None]
+
+
+def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
+    """Return the config with `model` (and `tokenizer`) set to local folders.
+
+    Without a model, the demo model is fetched and converted once. A 16-bit checkpoint with a `quantization` whose
+    plugin can make its format gets a quantised copy in the user's cache, made once.
+    """
+    from qengine.runtime.demo import demo_folder
+    from qengine.runtime.hub import resolve_folder
+
+    if config.model is None:
+        folder = demo_folder(say)
+    else:
+        folder = resolve_folder(config.model, revision=config.revision, say=say)
+    tokenizer = resolve_folder(config.tokenizer, say=say) if config.tokenizer else folder
+    if config.load_format != "dummy":
+        folder = _quantised_copy(folder, config.quantization, say)
+    return dataclasses.replace(config, model=str(folder), tokenizer=str(tokenizer))
+
+
+def _quantised_copy(folder: Path, method: str | None, say: Say) -> Path:
+    if method is None:
+        return folder
+    from qengine.runtime.checkpoint import Checkpoint
+
+    if not Checkpoint.open(folder).is_dense():
+        return folder
+    from qengine_calibration.quantize import prepared_copy
+
+    return prepared_copy(folder, method, say)

@@ -1,0 +1,140 @@
+"""The only module that asks about CUDA: which device, what it can do, how much memory is free and who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from qengine.errors import CapabilityError, ConfigError
+from qengine.plugin import DeviceInfo
+
+MIN_SM = 75
+HALF_NAMES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device now. `others` names processes that hold memory there (CUDA only)."""
+
+    total: int
+    free: int
+    others: tuple[str, ...] = ()
+
+
+def select_device(name: str) -> tuple[torch.device, DeviceInfo]:
+    """`auto` takes CUDA when a usable GPU is there. Raises ConfigError / CapabilityError naming what was found."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu"), cpu_info()
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device", hint="--device cpu, or a CUDA build of torch")
+    info = cuda_info(0)
+    if info.sm < MIN_SM:
+        raise CapabilityError(
+            f"{info.name} is too old", have=f"sm_{info.sm}", need=f"sm_{MIN_SM} or newer", hint="--device cpu"
+        )
+    return torch.device("cuda", 0), info
+
+
+def cuda_info(index: int) -> DeviceInfo:
+    p = torch.cuda.get_device_properties(index)
+    shared = getattr(p, "shared_memory_per_block_optin", 0) or 48 * 1024
+    return DeviceInfo("cuda", p.name, (p.major, p.minor), int(shared), int(p.total_memory))
+
+
+def cpu_info() -> DeviceInfo:
+    """The host CPU with the instruction sets that decide between kernels."""
+    flags = frozenset(_cpu_flags())
+    return DeviceInfo("cpu", platform.processor() or platform.machine(), None, 0, psutil.virtual_memory().total, flags)
+
+
+def _cpu_flags() -> list[str]:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
+        for line in f:
+            if line.startswith(("flags", "Features")):
+                return line.split(":", 1)[1].split()
+    return [str(torch.backends.cpu.get_cpu_capability()).lower()]
+
+
+def memory(device: torch.device) -> DeviceMemory:
+    """Total and free bytes; on a CPU, free is what the system says is available to new work."""
+    if device.type == "cpu":
+        vm = psutil.virtual_memory()
+        limit = _cgroup_limit()
+        total = min(vm.total, limit) if limit else vm.total
+        return DeviceMemory(total, min(vm.available, total))
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free, tuple(_neighbours(device)))
+
+
+def _cgroup_limit() -> int | None:
+    """Memory limit of this container in bytes, None when there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(path) as f:
+            value = int(f.read())
+            return value if value < 1 << 60 else None
+    return None
+
+
+def _neighbours(device: torch.device) -> list[str]:
+    with contextlib.suppress(Exception):  # needs nvidia-ml-py; a report without neighbours is still right
+        text = torch.cuda.list_gpu_processes(device)
+        return [line.strip() for line in text.splitlines()[1:] if line.strip()]
+    return []
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that torch's allocator holds on a CUDA device; resident set size of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return psutil.Process().memory_info().rss
+
+
+def peak_host_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def choose_dtype(name: str, stored: torch.dtype, info: DeviceInfo) -> tuple[torch.dtype, str]:
+    """The compute dtype and the reason for it. `stored` is the checkpoint's own dtype."""
+    bf16_gpu = info.type == "cuda" and info.sm >= 80
+    if name != "auto":
+        dtype = HALF_NAMES[name]
+        if dtype is torch.bfloat16 and info.type == "cuda" and not bf16_gpu:
+            raise CapabilityError(
+                f"{info.name} has no bfloat16", have=f"sm_{info.sm}", need="sm_80 or newer", hint="--dtype half"
+            )
+        if dtype is torch.float16 and info.type == "cpu":
+            raise CapabilityError("float16 is not run on a CPU", hint="--dtype bfloat16 or --dtype float32")
+        return dtype, "asked for"
+    if info.type == "cpu":
+        if stored is torch.float32:
+            return torch.float32, "the checkpoint's own"
+        return torch.bfloat16, "16-bit checkpoint on a CPU; residual, norms and softmax in float32"
+    if bf16_gpu and stored is not torch.float16:
+        return torch.bfloat16, "the checkpoint's own" if stored is torch.bfloat16 else "16-bit copy of float32"
+    return torch.float16, "the checkpoint's own" if stored is torch.float16 else f"sm_{info.sm} has no bfloat16"
+
+
+def residual_dtype(dtype: torch.dtype, info: DeviceInfo) -> torch.dtype:
+    """float32 where 16 bits would lose range (float16) or where it costs nothing (CPU)."""
+    return torch.float32 if info.type == "cpu" or dtype is torch.float16 else dtype

@@ -1,0 +1,137 @@
+"""The engine: one step = schedule, run, settle. The server's process and `LLM` drive this very class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from qengine.config import EngineConfig
+from qengine.core.pages import KVCacheManager
+from qengine.core.request import Request
+from qengine.core.scheduler import Progress, Scheduler
+from qengine.errors import UserError
+from qengine.messages import EngineStats, NewRequest, RequestOutput, StepOutputs
+from qengine.runtime.facts import EngineFacts
+from qengine.runtime.runner import Runner, StepResult
+
+
+class Engine:
+    """Owns a scheduler and a runner. Single-threaded: `add`, `abort` and `step` are called from one loop."""
+
+    def __init__(self, scheduler: Scheduler, pages: KVCacheManager, runner: Runner, facts: EngineFacts) -> None:
+        self.scheduler = scheduler
+        self.pages = pages
+        self.runner = runner
+        self.facts = facts
+        self.steps = 0
+        self.last_progress = time.monotonic()
+        self.nonfinite_requests = 0
+        self._refused: list[RequestOutput] = []
+        self._announced: set[str] = set()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Engine:
+        """Load the model named by `config.model` (a local folder) and get ready to serve; see `runtime.build`."""
+        from qengine.runtime.build import build_engine
+
+        return build_engine(config)
+
+    def add(self, new: NewRequest) -> None:
+        """Queue a request. One that can never fit is answered with an error by the next `step`; nothing raises."""
+        p = new.sampling
+        request = Request(
+            request_id=new.request_id,
+            prompt_token_ids=new.prompt_token_ids,
+            max_tokens=p.max_tokens or self.facts.max_model_len,
+            arrival=new.arrival,
+            priority=new.priority,
+            cache_salt=new.cache_salt,
+            eos_token_ids=frozenset(new.eos_token_ids),
+            stop_token_ids=frozenset(p.stop_token_ids),
+            ignore_eos=p.ignore_eos,
+            min_tokens=p.min_tokens,
+            prompt_logprobs=p.prompt_logprobs is not None,
+            fork_of=new.fork_of,
+            sampling=p,
+        )
+        try:
+            self.scheduler.add(request)
+        except UserError as e:
+            self._refused.append(RequestOutput(request_id=new.request_id, finish_reason="error", error=str(e)))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests wherever they stand; unknown and finished ids are ignored."""
+        self.scheduler.abort(request_ids)
+        for request_id in request_ids:
+            self._forget(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._refused) or self.scheduler.has_work
+
+    def step(self) -> StepOutputs:
+        """Schedule, run, settle. With nothing to do it checks the cache's books and returns no outputs."""
+        outputs, self._refused = self._refused, []
+        step = self.scheduler.schedule()
+        if step is None:
+            self.scheduler.check_idle()
+            return StepOutputs(outputs=outputs, stats=self.stats())
+        result = self.runner.execute(step)
+        progress = self.scheduler.update(step, result.sampled)
+        self.steps += 1
+        self.last_progress = time.monotonic()
+        outputs += self._outputs(progress, result)
+        return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def _outputs(self, progress: Sequence[Progress], result: StepResult) -> list[RequestOutput]:
+        out = []
+        for p, logprobs in zip(progress, result.logprobs, strict=True):
+            request = p.request
+            first = request.request_id not in self._announced
+            self._announced.add(request.request_id)
+            out.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    new_token_ids=p.new_token_ids,
+                    logprobs=[logprobs] if logprobs is not None and p.new_token_ids else None,
+                    prompt_logprobs=result.prompt_logprobs.get(request.request_id),
+                    finish_reason=request.finish_reason.value if request.finish_reason else None,
+                    stop_reason=request.stop_reason,
+                    error=request.error,
+                    num_prompt_tokens=request.num_prompt_tokens if first else 0,
+                    num_cached_tokens=request.num_cached_tokens if first else 0,
+                )
+            )
+            self.nonfinite_requests += request.error is not None
+            if p.finished:
+                self._forget(request.request_id)
+        return out
+
+    def _forget(self, request_id: str) -> None:
+        self.runner.forget(request_id)
+        self._announced.discard(request_id)
+
+    def stats(self) -> EngineStats:
+        s, p = self.scheduler, self.pages.stats()
+        return EngineStats(
+            time=time.monotonic(),
+            steps=self.steps,
+            last_progress=self.last_progress,
+            num_running=s.num_running,
+            num_waiting=s.num_waiting,
+            kv_blocks_total=p.total,
+            kv_blocks_used=p.used,
+            kv_blocks_cached=p.cached,
+            kv_slots_allocated=p.slots_allocated,
+            kv_slots_wasted=p.slots_wasted,
+            prefix_cache_queries=s.counters.prefix_queries,
+            prefix_cache_hits=s.counters.prefix_hits,
+            num_preemptions=s.counters.preemptions,
+            prompt_tokens=s.counters.prompt_tokens,
+            generation_tokens=s.counters.generation_tokens,
+            nonfinite_requests=self.nonfinite_requests,
+        )
+
+    def shutdown(self) -> None:
+        """Abort everything; the device memory goes with the object."""
+        self.abort(self.scheduler.request_ids())

@@ -1,0 +1,91 @@
+"""The paged KV cache in memory: one storage tensor for each layer of a group, bound to every attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qengine.core.step import KVGroupSpec
+from qengine.errors import CapabilityError
+from qengine.layers.attention import Attention
+from qengine.layers.kv_layer import bind_kv_layer
+from qengine.plugin import DeviceInfo, KVDtype, KVLayout, KVScales
+
+
+@dataclass
+class KVCache:
+    """`storage[j]` is uint8 [num_blocks, block_bytes]: layer j of every group lives in it."""
+
+    storage: list[torch.Tensor]
+    block_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() for t in self.storage)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every storage tensor; sources are read before any is written."""
+        if not pairs:
+            return
+        device = self.storage[0].device
+        index = torch.tensor(pairs, dtype=torch.int64, device=device)
+        for t in self.storage:
+            t[index[:, 1]] = t[index[:, 0]]
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return
+        index = torch.tensor(list(blocks), dtype=torch.int64, device=self.storage[0].device)
+        for t in self.storage:
+            t[index] = 0
+
+
+def layer_layouts(
+    layers: Sequence[Attention], plugin: KVDtype, block_size: int, dtype: torch.dtype, info: DeviceInfo
+) -> list[KVLayout]:
+    """Block layout of every layer. Raises CapabilityError for the first layer that the plugin refuses here."""
+    out = []
+    for layer in layers:
+        answer = plugin.capability(info, layer.spec, dtype)
+        if not answer:
+            raise CapabilityError(f"--kv-dtype {plugin.name} cannot run {layer.name}: {answer.reason}")
+        out.append(plugin.layout(layer.spec, block_size, dtype))
+    return out
+
+
+def slot_bytes(groups: Sequence[KVGroupSpec], layouts: Sequence[KVLayout]) -> list[int]:
+    """Bytes of one block in each storage tensor: the largest layout among the layers that share it."""
+    width = max((len(g.layers) for g in groups), default=0)
+    return [max(layouts[g.layers[j]].block_bytes for g in groups if j < len(g.layers)) for j in range(width)]
+
+
+def allocate(
+    layers: Sequence[Attention],
+    groups: Sequence[KVGroupSpec],
+    layouts: Sequence[KVLayout],
+    num_blocks: int,
+    plugin: KVDtype,
+    scales: Mapping[str, KVScales],
+    device: torch.device,
+    info: DeviceInfo,
+    dtype: torch.dtype,
+) -> KVCache:
+    """Allocate zeroed storage for `num_blocks` blocks (the null block included) and bind every attention layer."""
+    storage = [
+        torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for size in slot_bytes(groups, layouts)
+    ]
+    for g, group in enumerate(groups):
+        for j, i in enumerate(group.layers):
+            layer = layers[i]
+            layer.group = g
+            layer.cache = bind_kv_layer(
+                plugin, layer.spec, layouts[i], storage[j], scales[layer.name], info, dtype
+            )
+    return KVCache(storage, layouts[0].block_size if layouts else 0)
+
+
+def default_scales(layer: Attention) -> KVScales:
+    one = torch.ones(layer.spec.num_kv_heads, dtype=torch.float32)
+    return KVScales(one, one.clone(), "default 1.0")

@@ -1,0 +1,102 @@
+"""Runs one scheduled step: inputs, forward pass, logits of the rows that need them, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from qengine.core.request import Request
+from qengine.core.step import SampledToken, Step
+from qengine.messages import TokenLogprobs
+from qengine.models.registry import Model
+from qengine.runtime.inputs import InputBuilder, StepInputs
+from qengine.runtime.kv_cache import KVCache
+from qengine.runtime.sampler import Sampler, logprobs_of
+
+NONFINITE = "the model's logits were not finite (NaN or infinity) for this request"
+PROMPT_ROWS = 512
+"""Prompt-logprob rows whose logits are held at once: bounds the peak at PROMPT_ROWS * vocab floats."""
+
+
+@dataclass
+class StepResult:
+    """One entry a sampling sequence, in step order; `prompt_logprobs` by request id when its prompt is complete."""
+
+    sampled: list[SampledToken] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+
+
+class Runner:
+    """Owns the model, its cache and the sampler. Not thread-safe: one engine loop drives it."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        sampler: Sampler,
+        num_groups: int,
+        device: torch.device,
+        threads_for: Callable[[int], int] | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.sampler = sampler
+        self.inputs = InputBuilder(cache.block_size, num_groups, device)
+        self.device = device
+        self.threads_for = threads_for
+        self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept between steps for a finished request."""
+        self.inputs.forget(request_id)
+        self.sampler.forget(request_id)
+        self.prompt_logprobs.pop(request_id, None)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        self.cache.zero_blocks(step.zero_blocks)
+        self.cache.copy_blocks(step.copy_blocks)
+        inputs = self.inputs.build(step)
+        self._set_threads(inputs.batch.num_tokens)
+        hidden = self.model.forward(inputs.token_ids, inputs.batch)
+        result = StepResult()
+        self._prompt_logprobs(step, inputs, hidden, result)
+        if inputs.sampling:
+            self._set_threads(None)
+            logits = self.model.logits(hidden[inputs.sample_rows])
+            self._sample(logits, inputs.sampling, result)
+        return result
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request], result: StepResult) -> None:
+        out = self.sampler.sample(logits, requests)
+        for token, bad in zip(out.token_ids, out.nonfinite, strict=True):
+            result.sampled.append(SampledToken(token, NONFINITE if bad else None))
+        result.logprobs = out.logprobs
+
+    def _set_threads(self, num_tokens: int | None) -> None:
+        """CPU only: small steps run on one thread where waking the others costs more than they save."""
+        if self.threads_for is not None:
+            torch.set_num_threads(self.threads_for(num_tokens if num_tokens is not None else 1 << 30))
+
+    def _prompt_logprobs(self, step: Step, inputs: StepInputs, hidden: torch.Tensor, result: StepResult) -> None:
+        """Logprobs of prompt tokens, chunk by chunk; position 0 has none. Replays after preemption overwrite."""
+        row = 0
+        for s in step.sequences:
+            request, first = s.request, row
+            row += s.num_new_tokens
+            if not request.prompt_logprobs or s.start >= request.num_prompt_tokens - 1:
+                continue
+            kept = self.prompt_logprobs.setdefault(request.request_id, [None] * request.num_prompt_tokens)
+            count = min(s.num_new_tokens, request.num_prompt_tokens - 1 - s.start)
+            k = request.sampling.prompt_logprobs
+            for i in range(0, count, PROMPT_ROWS):
+                n = min(PROMPT_ROWS, count - i)
+                at = s.start + i
+                logits = self.model.logits(hidden[first + i : first + i + n])
+                targets = request.prompt_token_ids[at + 1 : at + n + 1]
+                kept[at + 1 : at + n + 1] = logprobs_of(logits, targets, k)
+            if s.start + s.num_new_tokens >= request.num_prompt_tokens - 1 and not request.output_token_ids:
+                result.prompt_logprobs[request.request_id] = kept
