@@ -1,0 +1,69 @@
+"""The `qengine` command: finds the subcommand, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from qengine import __version__
+from qengine.cli import plugins, pull, serve
+from qengine.cli.options import Parser, dashed, refuse_unknown
+from qengine.errors import UserError
+
+COMMANDS = (serve, pull, plugins)
+DEBUG_ENV = "QENGINE_DEBUG"
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole parser, and the subcommands' parsers by name."""
+    parser = Parser(prog="qengine", description="A quantisation-first, memory-efficient LLM inference engine")
+    parser.add_argument("--version", action="version", version=f"qengine {__version__}")
+    _add_debug(parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    by_name = {}
+    for command in COMMANDS:
+        sub = subparsers.add_parser(command.NAME, help=command.HELP, description=command.HELP + ".")
+        command.add_arguments(sub)
+        _add_debug(sub)
+        sub.set_defaults(run=command.run)
+        by_name[command.NAME] = sub
+    return parser, by_name
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help=f"Show the traceback of an error ({DEBUG_ENV}=1 does the same)",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 2: something the user gave cannot work (one line on stderr); 130: interrupted."""
+    argv = dashed(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv or os.environ.get(DEBUG_ENV, "0") not in ("", "0")
+    try:
+        parser, by_name = build_parser()
+        args, unknown = parser.parse_known_args(argv)
+        refuse_unknown(by_name.get(args.command or "", parser), unknown)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        return int(args.run(args))
+    except UserError as e:
+        if debug:
+            traceback.print_exc()
+        print(f"qengine: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Config fields as command-line arguments, and back. Every flag of `qengine serve` is made here from its field."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from qengine.config import NOT_BUILT, Option, options
+from qengine.errors import ConfigError
+
+C = TypeVar("C")
+
+UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+UNITS_NOTE = (
+    "Integers may end in a unit: k, m, g count in thousands, K, M, G in 1024s (32k = 32000, 32K = 32768, 4G = 4 GiB)."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError instead of printing its usage, and knows no abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Prints all spellings of a flag first and its metavar once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        return names if action.nargs == 0 else f"{names} {self._format_args(action, _metavar(action))}"
+
+
+def _metavar(action: argparse.Action) -> str:
+    return str(action.metavar or action.dest.upper())
+
+
+def number(text: str) -> int:
+    """An integer with an optional unit: "512", "32k" = 32000, "32K" = 32768, "1.5G"."""
+    unit = UNITS.get(text[-1:], 1)
+    digits = text[:-1] if text[-1:] in UNITS else text
+    try:
+        value = float(digits) * unit if unit != 1 else int(digits)
+    except ValueError:
+        value = 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}; need: a number such as 4096, 32k or 4G")
+    return int(value)
+
+
+def number_or_auto(text: str) -> int | None:
+    return None if text == "auto" else number(text)
+
+
+def real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
+
+
+def flags_of(field: dataclasses.Field[Any], opt: Option) -> tuple[str, ...]:
+    """Every spelling of a field's flag, the preferred one first."""
+    return (*opt.flags, "--" + field.name.replace("_", "-"))
+
+
+def default_of(field: dataclasses.Field[Any], opt: Option) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "auto" if field.default is None and "auto" in (opt.metavar or "") else field.default
+
+
+def add_options(parser: argparse.ArgumentParser, *configs: type) -> None:
+    """Add every option of the config classes, each in its help group, those that are not built last. A flag left out
+    sets nothing, so that a field's default is stated once."""
+    found = [(config, field, opt) for config in configs for field, opt in options(config)]
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for config, field, opt in sorted(found, key=lambda item: item[2].group == NOT_BUILT):
+        if opt.group not in groups:
+            groups[opt.group] = parser.add_argument_group(opt.group)
+        hint = typing.get_type_hints(config)[field.name]
+        groups[opt.group].add_argument(*flags_of(field, opt), dest=field.name, **_argument(field, opt, hint))
+
+
+def _argument(field: dataclasses.Field[Any], opt: Option, hint: Any) -> dict[str, Any]:
+    """The keywords of `add_argument` for one field."""
+    args: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, opt)}
+    kind, many = _kind(hint)
+    if kind is bool:
+        return args | {"action": argparse.BooleanOptionalAction}
+    if many:
+        args["nargs"] = "+"
+    args["metavar"] = opt.metavar or ("{" + ",".join(opt.choices) + "}" if opt.choices else _default_metavar(kind))
+    if opt.choices:
+        return args | {"type": _one_of(opt.choices)}
+    if kind is int:
+        return args | {"type": number_or_auto if "auto" in (opt.metavar or "") else number}
+    return args | {"type": real if kind is float else str}
+
+
+def _help(field: dataclasses.Field[Any], opt: Option) -> str:
+    default = default_of(field, opt)
+    text = opt.help.replace("%", "%%")
+    if default in (None, (), [], "") or "default" in opt.help.lower():
+        return text
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return f"{text} (default: {shown})"
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """The element type of a field, and whether it takes several values."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) in (tuple, list):
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _default_metavar(kind: type) -> str:
+    return {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"unknown value {text!r}; need: {' | '.join(choices)}")
+        return text
+
+    return check
+
+
+def config_from(config: type[C], args: argparse.Namespace) -> C:
+    """The config that the given flags make; its own check raises ConfigError."""
+    given = vars(args)
+    hints = typing.get_type_hints(config)
+    values = {f.name: given[f.name] for f, _ in options(config) if f.name in given}
+    for name, value in values.items():
+        if isinstance(value, list) and typing.get_origin(hints[name]) is not list:
+            values[name] = tuple(value)
+    return config(**values)
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Raise ConfigError for the first argument that nobody took, with the nearest flag that exists."""
+    if not unknown:
+        return
+    first = next((a for a in unknown if a.startswith("-")), unknown[0])
+    if not first.startswith("-"):
+        raise ConfigError(f"unexpected argument {first!r}", hint=f"`{parser.prog} --help` lists what there is")
+    flag = first.split("=")[0]
+    known = [s for action in parser._actions for s in action.option_strings]
+    near = difflib.get_close_matches(flag, known, 1, cutoff=0.6)
+    raise ConfigError(f"unknown flag {flag}", hint=near[0] if near else f"`{parser.prog} --help` lists the flags")
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Accept --max_model_len for --max-model-len, as other engines do; values are left alone."""
+    out = []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        out.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
+    return out

