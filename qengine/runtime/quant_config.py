@@ -1,0 +1,86 @@
+"""Finds a checkpoint's quantisation config in all the places where writers have put it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qengine.errors import CheckpointError
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json; compression_config was llm-compressor's first one."""
+
+LEGACY_FILES: tuple[tuple[str, str | None], ...] = (
+    ("hf_quant_config.json", "modelopt"),
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+)
+"""Files beside config.json, and the method that a file of that name means when it names none (ModelOpt; AutoGPTQ and
+GPTQModel; AutoAWQ before 0.2)."""
+
+SPELLINGS = {
+    "bits": ("bits", "w_bit", "wbits"),
+    "group_size": ("group_size", "q_group_size"),
+    "checkpoint_format": ("checkpoint_format", "format"),
+}
+"""Fields that two homes of one config must agree on, in the spellings of different writers."""
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """A quantisation config as written, its method and where it was found ("config.json quantization_config")."""
+
+    method: str
+    config: dict[str, Any]
+    source: str
+
+
+def find_quant_config(folder: Path, raw_config: Mapping[str, Any]) -> tuple[QuantConfig | None, list[str]]:
+    """The config that counts (config.json first, then its text_config, then legacy files) and notes on others that
+    disagree with it. Raises CheckpointError for one that names no method or is no JSON object."""
+    homes: list[tuple[str, Any, str | None]] = []
+    text = raw_config.get("text_config")
+    for key in KEYS:
+        homes.append((f"config.json {key}", raw_config.get(key), None))
+        if isinstance(text, Mapping):
+            homes.append((f"config.json text_config.{key}", text.get(key), None))
+    for name, method in LEGACY_FILES:
+        if (folder / name).is_file():
+            homes.append((name, _read(folder / name), method))
+    found = [_named(source, value, method) for source, value, method in homes if value]
+    if not found:
+        return None, []
+    return found[0], [note for other in found[1:] for note in _differences(found[0], other)]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path.name} cannot be read: {e}") from e
+
+
+def _named(source: str, value: Any, method: str | None) -> QuantConfig:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source} is not a JSON object", have=repr(value)[:80])
+    name = value.get("quant_method") or method
+    if not isinstance(name, str):
+        raise CheckpointError(f"{source} names no quant_method", have=", ".join(value))
+    return QuantConfig(name.lower(), value, source)
+
+
+def _differences(chosen: QuantConfig, other: QuantConfig) -> list[str]:
+    notes = []
+    if other.method != chosen.method:
+        notes.append(f"{other.source} says {other.method}, {chosen.source} says {chosen.method}: the latter counts")
+        return notes
+    for field, spellings in SPELLINGS.items():
+        values = [next((c.config[s] for s in spellings if s in c.config), None) for c in (chosen, other)]
+        if None not in values and str(values[0]).lower() != str(values[1]).lower():
+            notes.append(
+                f"{field} is {values[0]} in {chosen.source} and {values[1]} in {other.source}: the former counts"
+            )
+    return notes

@@ -1,0 +1,132 @@
+"""Reads safetensors files: headers without data, and single tensors without mapping the file.
+
+Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data, which the
+offsets cover exactly (https://github.com/huggingface/safetensors, "Format"). A file that is a byte too short or too
+long does not match its header and is refused.
+
+Tensors are read into memory of their own rather than mapped: mapped pages would stay resident beside the repacked
+copy, and loading promises a peak of the model plus one module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qengine.errors import CheckpointError
+from qengine.plugin import TensorInfo
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors dtype codes. Any other code in a file is refused by name."""
+
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+MAX_HEADER = 100_000_000
+"""Bytes; the same limit as the safetensors library."""
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """What one file holds: tensors in file order, and where each one's bytes lie (absolute start, length)."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    spans: dict[str, tuple[int, int]]
+    metadata: dict[str, str]
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    """Size of a tensor in the file."""
+    return math.prod(info.shape) * DTYPES[info.dtype].itemsize
+
+
+def read_header(path: Path) -> FileHeader:
+    """Read and check one file's header; no data is read. Raises CheckpointError naming the file and the numbers."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            raise _damaged(path, f"its header of {length} bytes does not fit into {size} bytes")
+        raw = f.read(length)
+    try:
+        entries = json.loads(raw)
+    except ValueError as e:
+        raise _damaged(path, f"its header is not JSON ({e})") from e
+    if not isinstance(entries, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    metadata = entries.pop("__metadata__", None) or {}
+    placed = sorted(((name, *_entry(path, name, e)) for name, e in entries.items()), key=lambda t: (t[2], t[3]))
+    data, end = 8 + length, 0
+    for name, _, start, stop in placed:
+        if start != end:
+            raise _damaged(path, f"tensor {name} starts at byte {start} where {end} was expected")
+        end = stop
+    if data + end != size:
+        raise _damaged(path, f"it holds {size} bytes and its header describes {data + end}")
+    return FileHeader(
+        path,
+        {name: info for name, info, _, _ in placed},
+        {name: (data + start, stop - start) for name, _, start, stop in placed},
+        metadata,
+    )
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        info = TensorInfo(name, str(dtype), tuple(int(n) for n in shape))
+        start, stop = int(start), int(stop)
+    except (TypeError, KeyError, ValueError) as e:
+        raise _damaged(path, f"the header entry of tensor {name} is malformed") from e
+    if info.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{path.name}: tensor {name} has an unknown dtype", have=info.dtype, need=" | ".join(DTYPES)
+        )
+    if min(info.shape, default=0) < 0 or stop - start != tensor_bytes(info):
+        raise _damaged(path, f"tensor {name} {info.dtype} {list(info.shape)} spans {stop - start} bytes")
+    return info, start, stop
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is damaged: {what}",
+        hint="this looks like an unfinished or broken download; fetch the file again",
+    )
+
+
+def read_tensor(header: FileHeader, name: str) -> torch.Tensor:
+    """One tensor on the CPU, as stored, in memory of its own."""
+    info, (start, length) = header.tensors[name], header.spans[name]
+    raw = torch.empty(length, dtype=torch.uint8)
+    if length:
+        with header.path.open("rb", buffering=0) as f:
+            f.seek(start)
+            view, done = memoryview(raw.numpy()), 0
+            while done < length:
+                count = f.readinto(view[done:])
+                if not count:
+                    raise _damaged(header.path, f"it ended while tensor {name} was read")
+                done += count
+    return raw.view(DTYPES[info.dtype]).reshape(info.shape)
