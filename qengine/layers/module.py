@@ -34,6 +34,10 @@ class Leaf(ABC):
         """(full tensor name, need) of everything this leaf takes from the checkpoint."""
 
     @abstractmethod
+    def resident_bytes(self, info: DeviceInfo) -> dict[str, int]:
+        """Bytes that `load` will keep, by format; pure, used by the planner before anything is read."""
+
+    @abstractmethod
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take the tensors (full name -> CPU tensor as stored), convert and place them. Consumes the dict."""
 

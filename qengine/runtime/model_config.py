@@ -1,0 +1,83 @@
+"""From a checkpoint's config.json to the config object that models are built from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from qengine.errors import CheckpointError
+from qengine.runtime.checkpoint import Checkpoint
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+HEAD = "lm_head."
+
+
+def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """config.json through transformers, read from the folder alone. Raises CheckpointError with the cause's line.
+
+    `tie_word_embeddings` is already settled by what the file holds, see `settle_tied`.
+    """
+    raw = checkpoint.raw_config
+    if "auto_map" in raw and raw.get("model_type") is None and not trust_remote_code:
+        raise CheckpointError("this model brings its own code", hint="--trust-remote-code, if you trust it")
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as e:  # transformers raises anything from KeyError to OSError here
+        first = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        kind = raw.get("model_type")
+        raise CheckpointError(
+            f"config.json (model_type {kind!r}) is not understood: {first}",
+            hint="a model type that the installed transformers knows",
+        ) from e
+    checkpoint.notes += settle_tied(config, checkpoint)
+    return config
+
+
+def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
+    """Set `config.tie_word_embeddings` by what the file holds; returns notes.
+
+    A head in the file counts, whatever the flag says, unless the flag says tied and both hold the same values. With no
+    head in the file the embedding is used, unless config.json says in so many words that it is not tied: then the
+    head is missing and accounting will say so.
+    """
+    text = getattr(config, "text_config", None) or config
+    stated = _stated_flag(checkpoint.raw_config)
+    flag = bool(getattr(text, "tie_word_embeddings", False))
+    head = [name for name in checkpoint.tensors if name.startswith(HEAD) or f".{HEAD}" in name]
+    notes: list[str] = []
+    if not head:
+        tied = stated is not False
+        if tied and not flag:
+            notes.append("no lm_head in the file and config.json says nothing: the embedding is used as the head")
+    elif flag and _same_values(checkpoint, head):
+        tied = True
+        notes.append("lm_head and the embedding hold the same values: kept once")
+    else:
+        tied = False
+        if flag:
+            notes.append("tie_word_embeddings is set, but the file's lm_head differs from the embedding: it is used")
+    for c in (config, text):
+        c.tie_word_embeddings = tied
+    return notes
+
+
+def _stated_flag(raw: dict[str, Any]) -> bool | None:
+    for source in (raw, raw.get("text_config")):
+        if isinstance(source, dict) and "tie_word_embeddings" in source:
+            return bool(source["tie_word_embeddings"])
+    return None
+
+
+def _same_values(checkpoint: Checkpoint, head: list[str]) -> bool:
+    """True when the head is one plain tensor equal to the embedding."""
+    table = next((name for name in checkpoint.tensors if name.endswith(EMBEDDINGS)), None)
+    if table is None or len(head) != 1 or not head[0].endswith("lm_head.weight"):
+        return False
+    a, b = checkpoint.tensors[head[0]], checkpoint.tensors[table]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(checkpoint.read(head[0]), checkpoint.read(table))
