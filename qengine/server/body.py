@@ -1,0 +1,80 @@
+"""From a request's bytes to a typed body, strictly: size, UTF-8, JSON, field names and types."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from qengine.server.errors import ApiError
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+DISCARD_BYTES = 256 * 2**20
+"""How much of a body that is too large is read and dropped, so that the client reads the answer, not a reset."""
+
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, or ApiError 413 when it is larger than `limit` bytes."""
+    declared = request.headers.get("content-length", "0")
+    size, parts = 0, []
+    too_large = declared.isdecimal() and int(declared) > limit
+    async for chunk in request.stream():
+        size += len(chunk)
+        too_large = too_large or size > limit
+        if too_large:
+            parts.clear()
+            if size > limit + DISCARD_BYTES:
+                break
+        else:
+            parts.append(chunk)
+    if too_large:
+        raise ApiError(
+            413, f"the request body is too large; have: more than {limit} bytes; need: at most {limit}",
+            code="body_too_large",
+        )
+    return b"".join(parts)
+
+
+def decode_body(data: bytes, kind: type[B]) -> B:
+    """Typed body; ApiError 400 names the field and, where a name is unknown, the nearest one that exists."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as e:
+        raise _invalid(str(e), kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"the request body is not valid JSON in UTF-8: {e}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the request body is nested too deeply", code="invalid_json") from None
+
+
+def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
+    path = _PATH.search(text)
+    where = path.group(1) if path else ""
+    text = _PATH.sub("", text)
+    unknown, missing = _UNKNOWN.search(text), _MISSING.search(text)
+    if unknown:
+        name = unknown.group(1)
+        near = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
+        hint = f"; what would work: {near[0]}" if near else "; what would work: leave it out"
+        param = f"{where}.{name}" if where else name
+        return ApiError(400, f"unknown field {param}{hint}", param=param, code="unknown_field")
+    if missing:
+        param = f"{where}.{missing.group(1)}" if where else missing.group(1)
+        return ApiError(400, f"missing field {param}", param=param, code="missing_field")
+    param = where or None
+    return ApiError(400, f"{param or 'the request body'}: {text}", param=param, code="invalid_type")
+
+
+async def typed_body(request: Request, kind: type[B], limit: int) -> B:
+    try:
+        return decode_body(await read_body(request, limit), kind)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its request was complete") from None

@@ -1,0 +1,151 @@
+"""The engine's own process: drain the socket, step, send what came out; say so when idle, and when it dies.
+
+Started by `engine_client`, which owns its life: SIGTERM and SIGINT, which a terminal or a service manager sends to
+both processes, are left to the parent (it drains, then sends Stop), and the end of standard input means that the
+parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from qengine.config import EngineConfig
+from qengine.errors import UserError
+from qengine.messages import Abort, EngineStats, NewRequest, StepOutputs
+from qengine.runtime.facts import EngineFacts
+from qengine.server.protocol import Died, FromEngine, Ready, Start, StartFailed, Stop, ToEngine
+
+LAST_WORDS_MS = 2000
+"""How long an exiting process waits until its last message has left the socket."""
+
+
+class EngineLike(Protocol):
+    """What the loop needs of `qengine.runtime.engine.Engine`."""
+
+    facts: EngineFacts
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, new: NewRequest) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def step(self) -> StepOutputs: ...
+    def stats(self) -> EngineStats: ...
+    def shutdown(self) -> None: ...
+
+
+def build_engine(config: EngineConfig) -> EngineLike:
+    """The factory of real engines: find or make the model folder, then load it."""
+    from qengine.prepare import prepare_model
+    from qengine.runtime.engine import Engine
+
+    return Engine.from_config(prepare_model(config, lambda line: print(line, file=sys.stderr, flush=True)))
+
+
+class EngineLoop:
+    """Moves messages between the sockets and one engine."""
+
+    def __init__(self, engine: EngineLike, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], heartbeat_s: float):
+        self.engine = engine
+        self.inbox = inbox
+        self.outbox = outbox
+        self.heartbeat_s = heartbeat_s
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._next_beat = 0.0
+
+    def run(self) -> None:
+        """Until Stop comes. Whatever `engine.step` raises is the caller's to report."""
+        while self._take_messages():
+            if self.engine.has_work or time.monotonic() >= self._next_beat:
+                send(self.outbox, self.engine.step())
+                self._next_beat = time.monotonic() + self.heartbeat_s
+
+    def _take_messages(self) -> bool:
+        """Handle everything that has come; with nothing to compute, wait for more until the next heartbeat."""
+        wait_s = 0.0 if self.engine.has_work else max(0.0, self._next_beat - time.monotonic())
+        if not self.inbox.poll(int(wait_s * 1000) + (wait_s > 0)):
+            return True
+        while True:
+            try:
+                message = self._decoder.decode(self.inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, Abort):
+                self.engine.abort(message.request_ids)
+                self._next_beat = 0.0  # the gauges show the freed blocks at once
+            else:
+                self.engine.add(message)
+
+
+def send(socket: zmq.Socket[bytes], message: FromEngine) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
+def _exit_with_parent() -> None:
+    """Block until standard input ends, which happens only when the parent has closed it or is dead."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _resolve(factory: str) -> Callable[[EngineConfig], EngineLike]:
+    module, _, name = factory.partition(":")
+    found: Callable[[EngineConfig], EngineLike] = getattr(import_module(module), name)
+    return found
+
+
+def run(start: Start) -> int:
+    """Build the engine, serve until Stop. Returns the exit code: 0 after Stop, 2 for a user's error, 1 otherwise."""
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        socket.connect(address)
+    engine = None
+    try:
+        engine = _resolve(start.factory)(start.config)
+        send(outbox, Ready(facts=engine.facts))
+        EngineLoop(engine, inbox, outbox, start.heartbeat_s).run()
+        engine.shutdown()
+        return 0
+    except Exception as e:
+        started = engine is not None
+        user_error = isinstance(e, UserError) and not started
+        text = str(e) if user_error else f"{type(e).__name__}: {e}"
+        send(outbox, Died(error=text) if started else StartFailed(error=text, user_error=user_error))
+        if not user_error:
+            traceback.print_exc()
+        return 2 if user_error else 1
+    finally:
+        context.destroy()
+
+
+def main() -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        # a handler that does nothing, not SIG_IGN: programs started from here (pip) shall still end at Ctrl-C
+        signal.signal(signum, lambda *_: None)
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65536)
+        if not chunk:
+            sys.exit(1)
+        line += chunk
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    start = msgspec.json.decode(bytes(line), type=Start)
+    code = run(start)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of compute libraries must not hold the process up
