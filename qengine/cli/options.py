@@ -8,6 +8,7 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 from qengine.config import NOT_BUILT, Option, options
@@ -50,13 +51,12 @@ def _metavar(action: argparse.Action) -> str:
 
 def number(text: str) -> int:
     """An integer with an optional unit: "512", "32k" = 32000, "32K" = 32768, "1.5G"."""
-    unit = UNITS.get(text[-1:], 1)
-    digits = text[:-1] if text[-1:] in UNITS else text
+    unit = UNITS.get(text[-1:])
     try:
-        value = float(digits) * unit if unit != 1 else int(digits)
+        value = Fraction(text[:-1]) * unit if unit else Fraction(int(text))
     except ValueError:
-        value = 0.5
-    if value != int(value):
+        value = Fraction(1, 2)
+    if value.denominator != 1:
         raise argparse.ArgumentTypeError(f"not a whole number: {text!r}; need: a number such as 4096, 32k or 4G")
     return int(value)
 
@@ -102,7 +102,7 @@ def _argument(field: dataclasses.Field[Any], opt: Option, hint: Any) -> dict[str
     if kind is bool:
         return args | {"action": argparse.BooleanOptionalAction}
     if many:
-        args["nargs"] = "+"
+        args |= {"nargs": "+", "action": "extend"}
     args["metavar"] = opt.metavar or ("{" + ",".join(opt.choices) + "}" if opt.choices else _default_metavar(kind))
     if opt.choices:
         return args | {"type": _one_of(opt.choices)}

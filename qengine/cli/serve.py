@@ -35,12 +35,15 @@ def run(args: argparse.Namespace) -> int:
     server_config = config_from(ServerConfig, args)
 
     from qengine.plugin.discovery import load_plugin
+
+    # Before anything is fetched: a wrong name must not cost a download.
+    if engine_config.quantization is not None:
+        load_plugin("weight", engine_config.quantization)
+    load_plugin("kv", engine_config.kv_cache_dtype)
+
     from qengine.prepare import prepare_model
     from qengine.server.run import serve
 
-    if engine_config.quantization is not None:
-        load_plugin("weight", engine_config.quantization)  # a wrong name must fail before a model is fetched
-    load_plugin("kv", engine_config.kv_cache_dtype)
     serve(prepare_model(engine_config, say), server_config)
     return 0
 

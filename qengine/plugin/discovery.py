@@ -29,8 +29,8 @@ FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype"}
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One registered plugin. `value` is its entry point ("module:Class"); `error` the first line of what is wrong with
-    it and `traceback` the whole of it, both None as long as nothing is known to be wrong."""
+    """One registered plugin. `value` is its entry point ("module:Class"); `error` one line about what is wrong with it
+    and `traceback` that of the exception its import raised; None as long as nothing of the kind is known."""
 
     kind: Kind
     name: str
@@ -65,10 +65,7 @@ def check_plugins(kind: Kind | None = None) -> list[PluginRecord]:
             try:
                 _load(record, entry)
             except PluginError as e:
-                state: State = "old contract" if isinstance(e, _OldContract) else "broken"
-                error = str(e) if e.__cause__ is None else _first_line(_root(e))
-                text = "".join(tracebacks.format_exception(e.__cause__ or e))
-                checked.append(replace(record, state=state, error=error, traceback=text))
+                checked.append(_faulty(record, e))
             else:
                 checked.append(replace(record, state="ok"))
     return checked
@@ -151,6 +148,14 @@ def _check_contract(record: PluginRecord, where: str, loaded: object) -> None:
         )
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise PluginError(f"{where} is not a {base.__name__}", have=record.value, need=f"a subclass of {base.__name__}")
+
+
+def _faulty(record: PluginRecord, e: PluginError) -> PluginRecord:
+    """The record of a plugin that does not load; the traceback is the plugin's own, where it raised one."""
+    if e.__cause__ is None:
+        return replace(record, state="old contract" if isinstance(e, _OldContract) else "broken", error=str(e))
+    text = "".join(tracebacks.format_exception(e.__cause__))
+    return replace(record, state="broken", error=_first_line(_root(e)), traceback=text)
 
 
 class _OldContract(PluginError):

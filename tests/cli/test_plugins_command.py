@@ -1,0 +1,144 @@
+"""Throw-away plugin distributions (good, broken, clashing, old): what the list says and who fails (case C26)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = """
+from qengine.plugin import WeightQuant
+
+class Good(WeightQuant):
+    name = "good"
+    contract = 1
+
+    @classmethod
+    def parse(cls, config):
+        return cls()
+
+    def scheme_for(self, spec, tensors):
+        return None
+"""
+SOURCES = {
+    "good": ("good = good_plugin:Good", GOOD),
+    "broken": ("broken = broken_plugin:Broken", "import a_library_that_is_not_there\n"),
+    "chained": (
+        "chained = chained_plugin:X",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise RuntimeError('set-up failed') from e\n",
+    ),
+    "exiting": ("exiting = exiting_plugin:X", "raise SystemExit(3)\n"),
+    "clash": ("awq = clash_plugin:Good", GOOD),
+    "old": ("old = old_plugin:Good", GOOD.replace("contract = 1", "contract = 0")),
+    "silent": ("silent = silent_plugin:Good", GOOD.replace("    contract = 1\n", "")),
+    "odd": ("odd = odd_plugin:Odd", "class Odd:\n    contract = 1\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an installed distribution for each of SOURCES."""
+    folder = tmp_path_factory.mktemp("site")
+    for name, (entry, source) in SOURCES.items():
+        info = folder / f"qengine_{name}-2.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: qengine-{name}\nVersion: 2.5\n")
+        (info / "entry_points.txt").write_text(f"[qengine.weight_quant]\n{entry}\n")
+        (folder / f"{name}_plugin.py").write_text(source)
+    return folder
+
+
+def qengine(site: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "qengine.cli.main", *argv]
+    return subprocess.run(command, cwd=site, env=env, capture_output=True, text=True, timeout=120)
+
+
+def load(site: Path, name: str) -> str:
+    """What load_plugin says for a weight format, in a process of its own."""
+    code = (
+        "from qengine.errors import PluginError\nfrom qengine.plugin.discovery import load_plugin\n"
+        f"try: print('class', load_plugin('weight', {name!r}).__name__)\nexcept PluginError as e: print('error', e)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def records(site: Path) -> dict[tuple[str, str], dict[str, str]]:
+    done = qengine(site, "plugins", "--json")
+    assert done.returncode == 0, done.stderr
+    return {(r["name"], r["distribution"]): r for r in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "error"),
+    [
+        ("good", "ok", None),
+        ("broken", "broken", "ModuleNotFoundError: No module named 'a_library_that_is_not_there'"),
+        ("chained", "broken", "ZeroDivisionError: division by zero"),
+        ("exiting", "broken", "SystemExit: 3"),
+        ("old", "old contract", "have: contract 0; need: contract 1"),
+        ("silent", "old contract", "have: no `contract` attribute; need: contract 1"),
+        ("odd", "broken", "is not a WeightQuant"),
+    ],
+)
+def test_list_shows_state_version_and_cause(
+    records: dict[tuple[str, str], dict[str, str]], name: str, state: str, error: str | None
+) -> None:
+    record = records[name, f"qengine-{name}"]
+    assert (record["state"], record["version"]) == (state, "2.5")
+    assert error in record["error"] if error else record["error"] is None
+    assert ("Traceback" in (record["traceback"] or "")) == (name in ("broken", "chained", "exiting"))
+
+
+def test_list_shows_a_clash_on_both_sides(records: dict[tuple[str, str], dict[str, str]]) -> None:
+    for owner in ("qengine-clash", "qengine-llm"):
+        record = records["awq", owner]
+        assert record["state"] == "clash"
+        assert "qengine-clash 2.5" in record["error"] and "qengine-llm" in record["error"]
+
+
+def test_table_and_traceback(site: Path) -> None:
+    done = qengine(site, "plugins", "--verbose")
+    assert done.returncode == 0
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["kind", "name", "state", "distribution", "version", "class"]
+    broken = ["weight", "broken", "broken", "qengine-broken", "2.5", "broken_plugin:Broken"]
+    assert broken in [row.split() for row in rows]
+    assert "Traceback" in done.stdout
+    assert "Traceback" not in qengine(site, "plugins").stdout
+
+
+def test_listing_without_loading_runs_no_plugin(site: Path) -> None:
+    rows = qengine(site, "plugins", "--no-load").stdout
+    assert "not loaded" in rows and "broken  broken" not in rows and "a_library_that_is_not_there" not in rows
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("good", ["class Good"]),
+        ("broken", ["error", "'broken' of qengine-broken 2.5", "No module named 'a_library_that_is_not_there'"]),
+        ("nope", ["error", "no plugin named 'nope'", "broken | chained", "dense", "good"]),
+        ("old", ["error", "another plugin contract", "have: contract 0", "need: contract 1", "qengine-old"]),
+        ("awq", ["error", "registered twice", "qengine-clash 2.5 (clash_plugin:Good)", "qengine-llm"]),
+        ("dense", ["class DenseQuant"]),
+    ],
+)
+def test_a_plugin_matters_only_to_who_asks(site: Path, name: str, parts: list[str]) -> None:
+    said = load(site, name)
+    assert [p for p in parts if p not in said] == []
+
+
+@pytest.mark.parametrize("name", ["broken", "nope", "awq", "old"])
+def test_serve_refuses_before_anything_is_fetched(site: Path, name: str) -> None:
+    done = qengine(site, "serve", "--quant", name)
+    assert done.returncode == 2
+    assert done.stderr.startswith("qengine: error: ") and done.stderr.count("\n") == 1
