@@ -1,0 +1,87 @@
+"""RMS normalisation, with the residual addition that comes before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from qengine.layers.module import FLOAT_CODES, Leaf, ModelContext
+from qengine.plugin import DeviceInfo, TensorNeed
+from qengine_kernels.rms_norm import rms_norm
+
+
+class RMSNorm(Leaf):
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), computed in float32.
+
+    `offset` is 1 for the Gemma families, whose checkpoints store weight - 1. The weight is kept in float32 with the
+    offset added. Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+
+    def __init__(self, ctx: ModelContext, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        self.name = name
+        self.size = size
+        self.eps = eps
+        self.offset = offset
+        self.device, self.dtype = ctx.device, ctx.dtype
+        self.weight: torch.Tensor | None = None
+        ctx.add(self)
+
+    def needs(self) -> list[tuple[str, TensorNeed]]:
+        return [(f"{self.name}.weight", TensorNeed("weight", (self.size,), FLOAT_CODES))]
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        stored = tensors.pop(f"{self.name}.weight")
+        self.weight = (stored.to(torch.float32) + self.offset).to(self.device)
+
+    def resident_bytes(self, info: DeviceInfo) -> dict[str, int]:
+        return {"norm float32": 4 * self.size}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {} if self.weight is None else {"weight": self.weight}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size], any float dtype -> [..., size] in the compute dtype."""
+        if x.is_cuda:
+            return rms_norm(x, self.loaded_weight(), self.eps, dtype=self.dtype)
+        return functional.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(self.dtype)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual [T, size] += x, in place and in the residual's dtype; returns the norm of the sum."""
+        if x.is_cuda:
+            return rms_norm(x, self.loaded_weight(), self.eps, residual, dtype=self.dtype)
+        residual.add_(x)
+        return self(residual)
+
+    def loaded_weight(self) -> torch.Tensor:
+        assert self.weight is not None, f"{self.name}: not loaded"
+        return self.weight
+
+
+class HeadNorm:
+    """The query and the key norm of one attention layer, applied to all heads at once.
+
+    Query heads come first. Both weights have head_dim elements and are shared by the heads of their kind.
+    """
+
+    def __init__(self, query: RMSNorm, key: RMSNorm, num_heads: int, num_kv_heads: int) -> None:
+        self.norms: Sequence[RMSNorm] = (query, key)
+        self.counts = (num_heads, num_kv_heads)
+        self._weight: torch.Tensor | None = None
+
+    def weight(self) -> torch.Tensor:
+        """float32 [num_heads + num_kv_heads, head_dim]; made at the first call, from the loaded leaves."""
+        if self._weight is None:
+            self._weight = torch.cat(
+                [n.loaded_weight().expand(c, -1) for n, c in zip(self.norms, self.counts, strict=True)]
+            )
+        return self._weight
+
+    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk [T, num_heads + num_kv_heads, head_dim] -> same shape; float32 on a CPU, the compute dtype on CUDA."""
+        query, key = self.norms
+        if qk.is_cuda:
+            heads = self.counts[0]
+            return torch.cat((query(qk[:, :heads].contiguous()), key(qk[:, heads:].contiguous())), dim=1)
+        return functional.rms_norm(qk.float(), (query.size,), None, query.eps).mul_(self.weight())

@@ -1,0 +1,168 @@
+"""The blocks that the native families share: attention, feed-forward, decoder layer, decoder.
+
+A decoder keeps one residual stream in `residual_dtype`; every sublayer reads its norm in the compute dtype and adds
+its result in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qengine.layers.activation import GatedActivation
+from qengine.layers.attention import Attention
+from qengine.layers.batch import Batch
+from qengine.layers.embedding import Embedding
+from qengine.layers.linear import Linear
+from qengine.layers.module import ModelContext
+from qengine.layers.norm import HeadNorm, RMSNorm
+from qengine.layers.rotary import RopeAngles, Rotary
+from qengine.models.model import Model, is_tied, output_layer
+from qengine.models.settings import DecoderShape, max_position
+from qengine.plugin import AttentionSpec
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """How one decoder layer differs from plain Llama.
+
+    `qkv` and `gate_up` are the checkpoint's names: several run fused here, one is already fused on disk. `norm_offset`
+    1 is Gemma's weight - 1 on disk. `query_scale` multiplies q.k (None: head_dim ** -0.5). `post_norms` normalises each
+    sublayer's output before it is added (Gemma); then `feed_forward_norm` names the norm in front of the feed-forward.
+    """
+
+    qkv: tuple[str, ...] = QKV
+    qkv_bias: bool = False
+    o_bias: bool = False
+    gate_up: tuple[str, ...] = GATE_UP
+    mlp_bias: bool = False
+    head_norm: bool = False
+    norm_offset: float = 0.0
+    query_scale: float | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    post_norms: bool = False
+    feed_forward_norm: str = "post_attention_layernorm"
+
+
+class SelfAttention:
+    """q, k, v projection, optional head norms, rotation, paged attention, output projection."""
+
+    def __init__(self, ctx: ModelContext, name: str, shape: DecoderShape, rules: LayerRules, rotary: Rotary) -> None:
+        h, kv, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.num_heads, self.rotated, self.head_dim = h, h + kv, d
+        outs = [h * d, kv * d, kv * d] if len(rules.qkv) == 3 else [(h + 2 * kv) * d]
+        names = [f"{name}.{n}" for n in rules.qkv]
+        self.qkv = Linear(ctx, names, shape.hidden_size, outs, bias=rules.qkv_bias)
+        self.head_norm: HeadNorm | None = None
+        if rules.head_norm:
+            query, key = (
+                RMSNorm(ctx, f"{name}.{n}", d, shape.norm_eps, rules.norm_offset) for n in ("q_norm", "k_norm")
+            )
+            self.head_norm = HeadNorm(query, key, h, kv)
+        self.rotary = rotary
+        scale = d**-0.5 if rules.query_scale is None else rules.query_scale
+        self.attention = Attention(ctx, name, AttentionSpec(h, kv, d, scale, rules.sliding_window, rules.soft_cap))
+        self.output = Linear(ctx, f"{name}.o_proj", h * d, shape.hidden_size, bias=rules.o_bias)
+
+    def __call__(self, x: torch.Tensor, angles: dict[Rotary, RopeAngles], batch: Batch) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qk, v = qkv[:, : self.rotated], qkv[:, self.rotated :]
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        q, k = self.rotary(qk, self.num_heads, angles[self.rotary])
+        return self.output(self.attention(q, k, v, batch))
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, ctx: ModelContext, name: str, shape: DecoderShape, rules: LayerRules) -> None:
+        h, i = shape.hidden_size, shape.intermediate_size
+        outs = [i, i] if len(rules.gate_up) == 2 else [2 * i]
+        self.gate_up = Linear(ctx, [f"{name}.{n}" for n in rules.gate_up], h, outs, bias=rules.mlp_bias)
+        self.activation = GatedActivation(shape.activation)
+        self.down = Linear(ctx, f"{name}.down_proj", i, h, bias=rules.mlp_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        return self.down(self.activation(self.gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and feed-forward on the residual stream. The sum before each norm is done by the norm itself."""
+
+    def __init__(self, ctx: ModelContext, name: str, shape: DecoderShape, rules: LayerRules, rotary: Rotary) -> None:
+        def norm(leaf: str) -> RMSNorm:
+            return RMSNorm(ctx, f"{name}.{leaf}", shape.hidden_size, shape.norm_eps, rules.norm_offset)
+
+        self.input_norm = norm("input_layernorm")
+        self.attention = SelfAttention(ctx, f"{name}.self_attn", shape, rules, rotary)
+        self.after_attention = norm("post_attention_layernorm") if rules.post_norms else None
+        self.feed_forward_norm = norm(rules.feed_forward_norm)
+        self.mlp = GatedMLP(ctx, f"{name}.mlp", shape, rules)
+        self.after_mlp = norm("post_feedforward_layernorm") if rules.post_norms else None
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, angles: dict[Rotary, RopeAngles], batch: Batch
+    ) -> torch.Tensor:
+        """x: the input norm's output. Adds attention to `residual`; returns what is still to be added to it."""
+        x = self.attention(x, angles, batch)
+        if self.after_attention is not None:
+            x = self.after_attention(x)
+        x = self.mlp(self.feed_forward_norm.add(x, residual))
+        return x if self.after_mlp is None else self.after_mlp(x)
+
+
+class Decoder(Model):
+    """Embedding, layers, final norm, output layer: the whole model of every native family."""
+
+    def __init__(
+        self,
+        ctx: ModelContext,
+        shape: DecoderShape,
+        rules: Sequence[LayerRules],
+        rotary: Callable[[int], Rotary],
+        embedding_scale: float | None = None,
+        logit_cap: float | None = None,
+    ) -> None:
+        """`rules[i]` and `rotary(i)` belong to layer i; layers may share a Rotary."""
+        super().__init__(ctx)
+        self.vocab_size = shape.vocab_size
+        self.hidden_size = shape.hidden_size
+        self.intermediate_size = shape.intermediate_size
+        self.num_layers = shape.num_layers
+        self.max_position = max_position(ctx.config)
+        self.tied = is_tied(ctx.config)
+        self.embedding = Embedding(ctx, EMBEDDING, shape.vocab_size, shape.hidden_size, embedding_scale)
+        self.layers = [
+            DecoderLayer(ctx, f"model.layers.{i}", shape, rules[i], rotary(i)) for i in range(shape.num_layers)
+        ]
+        self.rotaries = list(dict.fromkeys(layer.attention.rotary for layer in self.layers))
+        self.norm = RMSNorm(ctx, "model.norm", shape.hidden_size, shape.norm_eps, rules[0].norm_offset)
+        self.lm_head = output_layer(ctx, "lm_head", EMBEDDING, shape.hidden_size, shape.vocab_size, bias=False)
+        if self.tied:
+            self.embedding.share(self.lm_head)
+        self.logit_cap = logit_cap
+
+    def forward(self, input_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
+        residual = self.embedding(input_ids)
+        angles = {rotary: rotary.angles(batch.positions) for rotary in self.rotaries}
+        first, *rest = self.layers
+        x = first(first.input_norm(residual), residual, angles, batch)
+        for layer in rest:
+            x = layer(layer.input_norm.add(x, residual), residual, angles, batch)
+        return self.norm.add(x, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(hidden).float()
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
+        return logits

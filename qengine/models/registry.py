@@ -1,0 +1,59 @@
+"""Which code runs which checkpoint: native families first, else the transformers fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qengine.errors import CheckpointError
+from qengine.layers.module import ModelContext
+from qengine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from qengine.models.model import Model
+
+__all__ = ["NATIVE", "Model", "build_model", "native_builder"]
+
+NATIVE: dict[str, tuple[str, Callable[[ModelContext], Model]]] = {
+    "llama": ("LlamaForCausalLM", llama.build),
+    "mistral": ("MistralForCausalLM", mistral.build),
+    "qwen2": ("Qwen2ForCausalLM", qwen2.build),
+    "qwen3": ("Qwen3ForCausalLM", qwen3.build),
+    "phi3": ("Phi3ForCausalLM", phi3.build),
+    "gemma2": ("Gemma2ForCausalLM", gemma2.build),
+    "gemma3_text": ("Gemma3ForCausalLM", gemma3.build),
+}
+"""model_type -> (architecture, builder)."""
+
+
+def native_builder(config: Any) -> Callable[[ModelContext], Model] | None:
+    """The builder of a native family, where model_type and architecture agree on it; None otherwise."""
+    architecture, builder = NATIVE.get(getattr(config, "model_type", None) or "", ("", None))
+    stated = getattr(config, "architectures", None)
+    return builder if not stated or architecture in stated else None
+
+
+def build_model(ctx: ModelContext) -> Model:
+    """Build the model that `ctx.config` describes: leaves and attention layers are registered, no data is read.
+
+    Raises CheckpointError for what is no causal language model, what the installed transformers does not know, and
+    for config fields that qengine does not implement.
+    """
+    config = ctx.config
+    check_causal(config)
+    builder = native_builder(config)
+    if builder is not None:
+        return builder(ctx)
+    from qengine.models.fallback import build
+
+    return build(ctx)
+
+
+def check_causal(config: Any) -> None:
+    """Refuse encoder-decoders and heads that are not language models (classification, embedding, ...) by name."""
+    stated = list(getattr(config, "architectures", None) or [])
+    name = ", ".join(stated) or getattr(config, "model_type", None) or type(config).__name__
+    supported = ", ".join(a for a, _ in NATIVE.values())
+    hint = f"natively {supported}; other decoder-only ...ForCausalLM models of transformers through the fallback"
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name} is an encoder-decoder", hint=hint)
+    if stated and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in stated):
+        raise CheckpointError(f"{name} is not a causal language model", hint=hint)
