@@ -1,0 +1,69 @@
+"""Tiles and splits of paged attention: pure functions of shapes and chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qengine_kernels.launch import Chip, ceil_div, power_of_2
+
+MAX_SPLITS = 64
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Decode programs of 4 warps that share one multiprocessor; splits are chosen to fill the chip about once."""
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Rows (query token x head) and cached tokens of one step, and how Triton is to schedule it."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def shared_bytes(tile: AttentionTile, stored: int, computed: int) -> int:
+    """An upper estimate of shared memory: staged K and V as stored, their decoded tiles, q and the probabilities.
+
+    `stored` and `computed` are bytes of one cache element and of one element of the compute dtype.
+    """
+    staged = 2 * max(tile.num_stages - 1, 1) * tile.block_n * tile.block_d * stored
+    decoded = 2 * tile.block_n * tile.block_d * computed if stored != computed else 0
+    return staged + decoded + tile.block_m * (tile.block_d + tile.block_n) * computed
+
+
+def attention_tile(
+    chip: Chip, group: int, head_dim: int, stored: int, computed: int, decode: bool
+) -> AttentionTile:
+    """The largest tile of a short list that fits the chip's shared memory.
+
+    A decode tile holds the query heads of one KV head (16 rows at least where tensor cores want them); a prefill tile
+    holds as many query tokens as fit beside their heads. Raises ValueError when nothing fits.
+    """
+    block_d = power_of_2(head_dim, least=16)
+    least = 16 if chip.tensor_cores else 1
+    if chip.sm == 0:
+        # Small tiles let small tests cross tile borders.
+        return AttentionTile(power_of_2(group, 16 if decode else 32), 16, block_d, 4, 1)
+    if decode:
+        rows, wide = [power_of_2(group, least)], (128 if block_d <= 64 else 64)
+    else:
+        rows, wide = [power_of_2(group, m) for m in (128, 64, 32) if m == 32 or block_d * computed <= 256], 64
+    for stages in (3, 2, 1):
+        for block_m in rows:
+            for block_n in (wide, wide // 2, wide // 4):
+                warps = 8 if block_m >= 128 else 4
+                tile = AttentionTile(block_m, block_n, block_d, warps, stages)
+                if shared_bytes(tile, stored, computed) <= chip.shared_memory:
+                    return tile
+    raise ValueError(
+        f"no attention tile for head_dim {head_dim}, {group} query heads per KV head fits "
+        f"{chip.shared_memory} bytes of shared memory (sm_{chip.sm})"
+    )
+
+
+def decode_splits(chip: Chip, sequences: int, kv_heads: int, max_tokens: int, block_n: int) -> int:
+    """Over how many programs each decode's cached tokens are split: enough to fill the chip, never less than two
+    tiles each for the longest sequence that the block table could hold."""
+    want = ceil_div(chip.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, sequences * kv_heads)
+    return max(1, min(want, ceil_div(max_tokens, 2 * block_n), MAX_SPLITS))

@@ -1,0 +1,222 @@
+"""The paged-attention template: one kernel for decode, prefill, chunked prefill and mixed steps.
+
+A program takes a tile of rows, each row one (token, query head) pair of one KV head, so that all query heads that
+share a KV head read its K and V once. It walks the sequence's cached tokens through the block table, with an online
+softmax in float32. For decodes the walk is split over several programs, and `combine_kernel` joins their results; the
+number of splits is a launch parameter and each program finds its share from the sequence's length on the device, so
+that a captured launch stays valid as sequences grow.
+
+Nothing outside a sequence's tokens is ever read (such loads are masked to 0), so garbage, even NaN, in unwritten slots
+or in other sequences' blocks cannot reach an output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _soft_cap(x, cap):
+    """cap * tanh(x / cap); exp of a negative number only."""
+    b_decay = tl.exp2(tl.abs(x) / cap * (-2.0 * LOG2_E))
+    b_size = cap * (1.0 - b_decay) / (1.0 + b_decay)
+    return tl.where(x < 0.0, -b_size, b_size)
+
+
+@triton.jit(do_not_specialize=["first_sequence", "splits", "table_stride"])
+def paged_attention_kernel(
+    p_q,
+    p_cache,
+    p_out,
+    p_partial,
+    p_partial_max,
+    p_partial_sum,
+    p_table,
+    p_query_start,
+    p_seq_lens,
+    p_k_scale,
+    p_v_scale,
+    scale,
+    soft_cap,
+    first_sequence,
+    splits,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    block_elements,
+    k_offset,
+    v_offset,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DECODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (tile of query tokens x split, KV head, sequence).
+
+    p_out is [tokens, HEADS, HEAD_DIM], contiguous; with SPLIT the unnormalised results go to p_partial
+    [tokens, HEADS, splits, HEAD_DIM], with each row's running maximum and sum beside it.
+    """
+    i_split = tl.program_id(0) % splits
+    i_tile = tl.program_id(0) // splits
+    i_kv = tl.program_id(1)
+    i_sequence = tl.program_id(2) + first_sequence
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    i_start = tl.load(p_query_start + i_sequence)
+    n_query = tl.load(p_query_start + i_sequence + 1) - i_start
+    n_cached = tl.load(p_seq_lens + i_sequence)
+    if i_tile * TOKENS < n_query:
+        o_m = tl.arange(0, BLOCK_M)
+        o_d = tl.arange(0, BLOCK_D)
+        o_local = i_tile * TOKENS + o_m // GROUP
+        row_mask = (o_m < TOKENS * GROUP) & (o_local < n_query)
+        o_position = n_cached - n_query + o_local
+        o_token = (i_start + o_local).to(tl.int64)
+        o_head = i_kv * GROUP + o_m % GROUP
+        d_mask = o_d < HEAD_DIM
+        q_mask = row_mask[:, None] & d_mask[None, :]
+        p_rows = p_q + o_token[:, None] * q_stride + o_head[:, None] * q_head_stride + o_d[None, :]
+        b_q = tl.load(p_rows, mask=q_mask, other=0.0)
+
+        # Cached tokens [low, high) are seen by some row of this tile; this split walks [begin, end).
+        high = tl.minimum(n_cached, n_cached - n_query + (i_tile + 1) * TOKENS)
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(n_cached - n_query + i_tile * TOKENS - WINDOW + 1, 0)
+        first = low // BLOCK_N * BLOCK_N
+        share = tl.cdiv(tl.cdiv(high - first, BLOCK_N), splits) * BLOCK_N
+        begin = first + i_split * share
+        end = tl.minimum(high, begin + share)
+
+        b_k_scale = tl.load(p_k_scale + i_kv) * scale
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        p_blocks = p_table + i_sequence.to(tl.int64) * table_stride
+        p_head = p_cache + i_kv.to(tl.int64) * head_stride
+        for i_n in tl.range(begin, end, BLOCK_N):
+            o_n = i_n + tl.arange(0, BLOCK_N)
+            n_mask = (o_n >= low) & (o_n < end)
+            i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=n_mask, other=0).to(tl.int64)
+            o_row = i_block * block_elements + (o_n % BLOCK_SIZE) * token_stride
+            p_k = p_head + k_offset + o_row[None, :] + o_d[:, None]
+            b_k = DECODE(tl.load(p_k, mask=d_mask[:, None] & n_mask[None, :], other=0), NATIVE).to(b_q.dtype)
+            b_s = tl.dot(b_q, b_k, input_precision="ieee") * b_k_scale
+            if SOFT_CAP:
+                b_s = _soft_cap(b_s, soft_cap)
+            visible = n_mask[None, :] & (o_n[None, :] <= o_position[:, None])
+            if WINDOW > 0:
+                visible = visible & (o_n[None, :] > o_position[:, None] - WINDOW)
+            b_s = tl.where(visible, b_s * LOG2_E, float("-inf"))
+            b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
+            # A row that has seen nothing yet keeps -inf; 0 stands in, so that no -inf - -inf arises.
+            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+            b_p = tl.exp2(b_s - b_shift[:, None])
+            b_fade = tl.exp2(b_max - b_shift)
+            b_sum = b_sum * b_fade + tl.sum(b_p, axis=1)
+            p_v = p_head + v_offset + o_row[:, None] + o_d[None, :]
+            b_v = DECODE(tl.load(p_v, mask=n_mask[:, None] & d_mask[None, :], other=0), NATIVE).to(b_q.dtype)
+            b_acc = b_acc * b_fade[:, None] + tl.dot(b_p.to(b_q.dtype), b_v, input_precision="ieee")
+            b_max = b_new_max
+
+        o_row = o_token * HEADS + o_head
+        if SPLIT:
+            o_row = o_row * splits + i_split
+            tl.store(p_partial_max + o_row, b_max, mask=row_mask)
+            tl.store(p_partial_sum + o_row, b_sum, mask=row_mask)
+            tl.store(p_partial + o_row[:, None] * HEAD_DIM + o_d[None, :], b_acc, mask=q_mask)
+        else:
+            b_out = b_acc * (tl.load(p_v_scale + i_kv) / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+            tl.store(p_out + o_row[:, None] * HEAD_DIM + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    p_partial,
+    p_partial_max,
+    p_partial_sum,
+    p_out,
+    p_v_scale,
+    splits,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Join the splits of one row (token, head). Grid (tokens * HEADS)."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    b_max = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_SPLITS], tl.float32)
+    b_acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
+    for i_first in tl.range(0, splits, BLOCK_SPLITS):
+        o_split = i_first + tl.arange(0, BLOCK_SPLITS)
+        mask = o_split < splits
+        o_part = i_row * splits + o_split
+        b_m = tl.load(p_partial_max + o_part, mask=mask, other=float("-inf"))
+        b_new_max = tl.maximum(b_max, b_m)
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_fade, b_part = tl.exp2(b_max - b_shift), tl.exp2(b_m - b_shift)
+        b_sum = b_sum * b_fade + tl.load(p_partial_sum + o_part, mask=mask, other=0.0) * b_part
+        p_acc = p_partial + o_part[:, None] * HEAD_DIM + o_d[None, :]
+        b_new = tl.load(p_acc, mask=mask[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        b_acc = b_acc * b_fade[:, None] + b_new * b_part[:, None]
+        b_max = b_new_max
+    b_top = tl.max(b_max, axis=0)
+    b_weight = tl.exp2(b_max - tl.where(b_top == float("-inf"), 0.0, b_top))
+    b_total = tl.sum(b_sum * b_weight, axis=0)
+    b_scale = tl.load(p_v_scale + (i_row % HEADS) // GROUP) / tl.where(b_total == 0.0, 1.0, b_total)
+    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) * b_scale
+    tl.store(p_out + i_row * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def gather_kernel(
+    p_cache,
+    p_k_out,
+    p_v_out,
+    p_blocks,
+    p_k_scale,
+    p_v_scale,
+    low,
+    high,
+    block_elements,
+    k_offset,
+    v_offset,
+    token_stride,
+    head_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DECODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Cached tokens [low, high) of one sequence, decoded and scaled, into dense [Hkv, high - low, HEAD_DIM] tensors.
+    Grid (tile of tokens, KV head)."""
+    i_kv = tl.program_id(1).to(tl.int64)
+    o_local = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_n = low + o_local
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_n < high)[:, None] & (o_d < HEAD_DIM)[None, :]
+    i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=o_n < high, other=0).to(tl.int64)
+    o_row = i_block * block_elements + (o_n % BLOCK_SIZE) * token_stride + i_kv * head_stride
+    o_out = (i_kv * (high - low) + o_local)[:, None] * HEAD_DIM + o_d[None, :]
+    p_row = p_cache + o_row[:, None] + o_d[None, :]
+    b_k = DECODE(tl.load(p_row + k_offset, mask=mask, other=0), NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
+    tl.store(p_k_out + o_out, b_k.to(p_k_out.dtype.element_ty), mask=mask)
+    b_v = DECODE(tl.load(p_row + v_offset, mask=mask, other=0), NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
+    tl.store(p_v_out + o_out, b_v.to(p_v_out.dtype.element_ty), mask=mask)

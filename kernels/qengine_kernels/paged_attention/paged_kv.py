@@ -1,0 +1,214 @@
+"""One layer's paged cache on a GPU: what attention layers call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from qengine_kernels.kv_write import write_kv
+from qengine_kernels.launch import Chip, ceil_div, power_of_2
+from qengine_kernels.paged_attention.config import AttentionTile, attention_tile, decode_splits
+from qengine_kernels.paged_attention.gathered import dense_attention
+from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
+
+PrefillRoute = Literal["template", "gather"]
+COMBINE_SPLITS = 8
+"""Splits that one step of the joining kernel takes."""
+
+
+class TritonPagedKV:
+    """K and V of one layer in a paged cache, written and read by Triton kernels with injected device functions.
+
+    storage        uint8 [num_blocks, block_bytes]; block 0 is the null block and holds zeros
+    layout, spec   objects with the fields of `qengine.plugin.KVLayout` and `AttentionSpec`
+    k_scale, ...   float32 [num_kv_heads], multiply-to-dequantise
+    functions      an object with `encode` and `decode`, Triton device functions (`qengine.plugin.KVFunctions`)
+    native         whether those may use hardware conversions
+    compute_dtype  dtype of q, k and v: float16, bfloat16 (sm_80 up) or float32
+    chip, prefill  for tests: another chip's tiles; "template" or "gather" instead of the chip's own choice
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        layout: Any,
+        spec: Any,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        functions: Any,
+        native: bool,
+        compute_dtype: torch.dtype,
+        *,
+        chip: Chip | None = None,
+        prefill: PrefillRoute | None = None,
+        splits: int | None = None,
+    ) -> None:
+        if layout.row != spec.head_dim:
+            raise ValueError(
+                f"the shared attention kernels read one element a value; have row {layout.row}, "
+                f"head_dim {spec.head_dim}: such a format brings its own kernels"
+            )
+        self.storage, self.layout, self.spec = storage, layout, spec
+        self.cache = storage.view(layout.dtype)
+        device = storage.device
+        self.k_scale = k_scale.to(device, torch.float32).contiguous()
+        self.v_scale = v_scale.to(device, torch.float32).contiguous()
+        self.k_inverse, self.v_inverse = self.k_scale.reciprocal(), self.v_scale.reciprocal()
+        self.functions, self.native, self.compute_dtype = functions, native, compute_dtype
+        self.chip = Chip.of(device) if chip is None else chip
+        self.splits = splits
+        self.prefill: PrefillRoute = prefill or ("template" if self.chip.tensor_cores else "gather")
+        sizes = layout.dtype.itemsize, compute_dtype.itemsize
+        self.decode_tile = attention_tile(self.chip, spec.group, spec.head_dim, *sizes, decode=True)
+        if self.prefill == "template":
+            self.prefill_tile = attention_tile(self.chip, spec.group, spec.head_dim, *sizes, decode=False)
+        conversion = "" if layout.dtype == compute_dtype else (" native casts," if native else " integer casts,")
+        how = "Triton" if self.prefill == "template" else "gather + torch SDPA (no tensor cores in Triton on this chip)"
+        self.kernel = f"Triton paged decode (split KV),{conversion} prefill by {how}"
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
+        """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
+        slots = batch.groups[group].slot_mapping
+        inverse = self.k_inverse, self.v_inverse
+        write_kv(k, v, self.storage, self.layout, slots, *inverse, self.functions.encode, self.native)
+
+    def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
+        """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens.
+
+        `batch` has the fields of `qengine.layers.batch.Batch`: its first `num_decodes` sequences have one token each.
+        """
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        table = batch.groups[group].block_tables
+        decodes, sequences = batch.num_decodes, batch.num_seqs
+        if decodes:
+            self._decode(q, out, batch, table, decodes)
+        if sequences > decodes and self.prefill == "template":
+            longest = max(batch.host_query_lens[decodes:])
+            tokens = self.prefill_tile.block_m // self.spec.group
+            tiles = ceil_div(longest, tokens)
+            self._launch(q, out, batch, table, self.prefill_tile, decodes, sequences - decodes, tiles, splits=1)
+        elif sequences > decodes:
+            for i in range(decodes, sequences):
+                self._gathered(q, out, batch, table, i)
+        return out
+
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, batch: Any, table: torch.Tensor, decodes: int) -> None:
+        spec, tile = self.spec, self.decode_tile
+        capacity = table.shape[1] * self.layout.block_size
+        if spec.sliding_window is not None:
+            capacity = min(capacity, spec.sliding_window)
+        splits = self.splits or decode_splits(self.chip, decodes, spec.num_kv_heads, capacity, tile.block_n)
+        if splits == 1:
+            self._launch(q, out, batch, table, tile, 0, decodes, 1, splits)
+            return
+        rows = decodes * spec.num_heads
+        partial = torch.empty((rows * splits, spec.head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, rows * splits), dtype=torch.float32, device=q.device)
+        self._launch(q, out, batch, table, tile, 0, decodes, 1, splits, (partial, stats[0], stats[1]))
+        combine_kernel[(rows,)](
+            partial,
+            stats[0],
+            stats[1],
+            out,
+            self.v_scale,
+            splits,
+            GROUP=spec.group,
+            HEADS=spec.num_heads,
+            HEAD_DIM=spec.head_dim,
+            BLOCK_D=tile.block_d,
+            BLOCK_SPLITS=COMBINE_SPLITS,
+            num_warps=4,
+        )
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        batch: Any,
+        table: torch.Tensor,
+        tile: AttentionTile,
+        first: int,
+        sequences: int,
+        tiles: int,
+        splits: int,
+        partial: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        spec, layout = self.spec, self.layout
+        parts = partial or (self.k_scale, self.k_scale, self.k_scale)
+        paged_attention_kernel[(tiles * splits, spec.num_kv_heads, sequences)](
+            q,
+            self.cache,
+            out,
+            *parts,
+            table,
+            batch.query_start,
+            batch.seq_lens,
+            self.k_scale,
+            self.v_scale,
+            spec.scale,
+            spec.soft_cap or 1.0,
+            first,
+            splits,
+            table.stride(0),
+            q.stride(0),
+            q.stride(1),
+            layout.block_elements,
+            layout.k_offset,
+            layout.v_offset,
+            layout.token_stride,
+            layout.head_stride,
+            HEADS=spec.num_heads,
+            GROUP=spec.group,
+            HEAD_DIM=spec.head_dim,
+            BLOCK_SIZE=layout.block_size,
+            WINDOW=spec.sliding_window or 0,
+            SOFT_CAP=spec.soft_cap is not None,
+            SPLIT=partial is not None,
+            DECODE=self.functions.decode,
+            NATIVE=self.native,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=tile.block_d,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _gathered(self, q: torch.Tensor, out: torch.Tensor, batch: Any, table: torch.Tensor, i: int) -> None:
+        """One sequence's prefill by gathering its cache into dense tensors."""
+        spec, layout = self.spec, self.layout
+        n, high = batch.host_query_lens[i], batch.host_seq_lens[i]
+        start = sum(batch.host_query_lens[:i])
+        window = spec.sliding_window
+        low = 0 if window is None else max(0, high - n - window + 1)
+        dense = torch.empty(
+            (2, spec.num_kv_heads, high - low, spec.head_dim), dtype=self.compute_dtype, device=q.device
+        )
+        block_n = 32
+        gather_kernel[(ceil_div(high - low, block_n), spec.num_kv_heads)](
+            self.cache,
+            dense[0],
+            dense[1],
+            table[i],
+            self.k_scale,
+            self.v_scale,
+            low,
+            high,
+            layout.block_elements,
+            layout.k_offset,
+            layout.v_offset,
+            layout.token_stride,
+            layout.head_stride,
+            HEAD_DIM=spec.head_dim,
+            BLOCK_SIZE=layout.block_size,
+            DECODE=self.functions.decode,
+            NATIVE=self.native,
+            BLOCK_N=block_n,
+            BLOCK_D=power_of_2(spec.head_dim),
+            num_warps=4,
+        )
+        out[start : start + n] = dense_attention(
+            q[start : start + n], dense[0], dense[1], spec.scale, high - n, low, window, spec.soft_cap
+        )
