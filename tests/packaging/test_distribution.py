@@ -135,3 +135,23 @@ def test_test_file_names_are_unique() -> None:
     """The importlib import mode gives every test file its bare name."""
     names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_readme_flag_table_is_fresh() -> None:
+    from qengine.cli.flag_table import flag_table, main, with_table
+
+    readme = ROOT / "README.md"
+    assert main([str(readme)]) == 0, "run: python -m qengine.cli.flag_table --write README.md"
+    assert "| `--kv-dtype`, `--kv-cache-dtype` | `auto` |" in flag_table()
+    stale = readme.read_text().replace("`--block-size`", "`--size-of-block`")
+    assert with_table(stale) != stale
+
+
+def test_ci_runs_the_readme_line() -> None:
+    """.ci/run takes its one command from between the markers, so that the two cannot drift."""
+    line = (ROOT / "README.md").read_text().split("<!-- test:begin -->")[1].split("<!-- test:end -->")[0]
+    commands = [s for s in line.splitlines() if s and not s.startswith("```")]
+    assert commands == ["python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"]
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(script)], check=True)
