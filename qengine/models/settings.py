@@ -92,16 +92,20 @@ def layer_windows(config: Any, num_layers: int) -> list[int | None]:
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
     """RoPE settings from transformers 5's `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    `layer_type` picks an entry where the settings are given for each layer type (Gemma 3).
+    `layer_type` picks an entry where the settings are given for each layer type (Gemma 3; its older spelling is
+    `rope_local_base_freq`, unscaled, for the local layers).
     """
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    theta = getattr(config, "rope_theta", None)
+    local = getattr(config, "rope_local_base_freq", None)
     if layer_type is not None and layer_type in found:
         found = found[layer_type] or {}
+    elif layer_type == "sliding_attention" and local is not None:
+        found, theta = {}, local
     elif any(isinstance(found.get(t), Mapping) for t in LAYER_TYPES):
         raise refuse(config, "rope_parameters", "this family has one rotary embedding, not one for each layer type")
     out = dict(found)
     if out.get("rope_theta") is None:
-        theta = getattr(config, "rope_theta", None)
         out["rope_theta"] = ROPE_DEFAULT_THETA if theta is None else theta
     out["rope_type"] = out.get("rope_type") or out.get("type") or "default"
     out["rope_type"] = ROPE_TYPE_ALIASES.get(out["rope_type"], out["rope_type"])
