@@ -56,8 +56,8 @@ def test_version_is_stated_once_and_the_same() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built offline from a copy of the source, so that no build output lands in the tree."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(source, wheel): built offline from a copy of the source, so that no build output lands in the tree."""
     source = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in SOURCE_FOLDERS:
@@ -66,16 +66,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     out = python("from setuptools import build_meta; print(build_meta.build_wheel('dist'))", source)
-    return source / "dist" / out.splitlines()[-1]
+    return source, source / "dist" / out.splitlines()[-1]
 
 
-def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+def test_wheel_holds_the_packages_and_nothing_else(wheel: tuple[Path, Path]) -> None:
+    source, path = wheel
+    names = zipfile.ZipFile(path).namelist()
     tops = {n.split("/")[0] for n in names}
-    plugins = {p.name for p in (ROOT / "plugins").glob("qengine_*")}
+    plugins = {p.name for p in (source / "plugins").glob("qengine_*")}
     info = "qengine_llm-" + project()["version"] + ".dist-info"
     assert tops == {"qengine", "qengine_kernels", "qengine_calibration", info} | plugins
-    roots = [ROOT if name == "qengine" else ROOT / name for name in SOURCE_FOLDERS]
+    roots = [source if name == "qengine" else source / name for name in SOURCE_FOLDERS]
     modules = {p.relative_to(root).as_posix() for root in roots for p in root.glob("qengine*/**/*.py")}
     assert {n for n in names if n.endswith(".py")} == modules
     assert "qengine/py.typed" in names
