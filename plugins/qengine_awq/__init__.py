@@ -1,1 +1,1 @@
-"""."""
+"""AWQ 4-bit weights in AutoAWQ's gemm layout."""

@@ -48,9 +48,7 @@ def way_for(in_features: int, dtype: torch.dtype, preferred: Way) -> Way:
     return preferred
 
 
-def dense_bytes(
-    out_features: int, in_features: int, bias: bool, dtype: torch.dtype, preferred: Way
-) -> int:
+def dense_bytes(out_features: int, in_features: int, bias: bool, dtype: torch.dtype, preferred: Way) -> int:
     """Bytes that DenseCpuLinear keeps."""
     way = way_for(in_features, dtype, preferred)
     rows = round_up(out_features, PACK) if way == "packed" else out_features
@@ -74,9 +72,7 @@ class DenseCpuLinear:
     way (see `tuning().dense`).
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, preferred: Way
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, preferred: Way) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self.way = way_for(self.in_features, dtype, preferred)
@@ -96,9 +92,7 @@ class DenseCpuLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] -> [M, N]."""
         if self.way == "packed":
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x.contiguous(), self.weight, self.bias, "none", [], ""
-            )
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.weight, self.bias, "none", [], "")
             return y[:, : self.out_features] if self.narrow else y
         if self.way == "float32":
             return F.linear(x.to(torch.float32), self.weight, self.bias).to(self.dtype)

@@ -21,9 +21,7 @@ CHUNK = 1024
 
 
 def int4_available() -> bool:
-    return hasattr(torch, "_convert_weight_to_int4pack_for_cpu") and hasattr(
-        torch, "_weight_int4pack_mm_for_cpu"
-    )
+    return hasattr(torch, "_convert_weight_to_int4pack_for_cpu") and hasattr(torch, "_weight_int4pack_mm_for_cpu")
 
 
 def int4_group(in_features: int, group_size: int) -> int | None:
@@ -110,9 +108,7 @@ class Int4CpuLinear:
         above = "" if self.dense is None else f" up to M={limit}, {self.dense.kernel} above (measured)"
         self.kernel = "int4" + (above or " for every M (no dense copy kept)")
 
-    def _pack(
-        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int
-    ) -> None:
+    def _pack(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int) -> None:
         assert self.group is not None
         extra = round_up(self.out_features, ROWS) - self.out_features
         self.narrow = extra > 0
@@ -131,9 +127,7 @@ class Int4CpuLinear:
             assert self.dense is not None
             y = self.dense(x)
         else:
-            y = torch._weight_int4pack_mm_for_cpu(
-                x.contiguous(), self.packed, self.group, self.scales_and_zeros
-            )
+            y = torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, self.group, self.scales_and_zeros)
             if self.narrow:
                 y = y[:, : self.out_features]
         return y if self.bias is None else y + self.bias

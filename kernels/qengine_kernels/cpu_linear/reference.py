@@ -11,9 +11,7 @@ def group_index(in_features: int, group_size: int) -> torch.Tensor:
     return torch.arange(in_features) // size
 
 
-def dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int
-) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int) -> torch.Tensor:
     """(codes [N, K] - zeros [N, G]) * scales [N, G] -> float32 [N, K]."""
     index = group_index(codes.shape[1], group_size)
     w = codes.to(torch.float32)

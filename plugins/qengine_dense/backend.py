@@ -1,0 +1,120 @@
+"""16-bit (or float32) linears as every unquantised checkpoint stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qengine.plugin import (
+    Capability,
+    DeviceInfo,
+    LinearOp,
+    LinearScheme,
+    LinearShard,
+    LinearSpec,
+    TensorInfo,
+    TensorNeed,
+    WeightQuant,
+)
+from qengine_kernels.cpu_linear import DenseCpuLinear, dense_bytes, tuning
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class DenseCudaOp(LinearOp):
+    """torch's linear (cuBLAS) on a CUDA device."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.kernel = f"{str(weight.dtype).removeprefix('torch.')} cuBLAS"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+
+
+class DenseCpuOp(LinearOp):
+    """The fastest dense GEMM of this CPU, see `qengine_kernels.cpu_linear`."""
+
+    def __init__(self, linear: DenseCpuLinear) -> None:
+        self.linear = linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.kernel = linear.kernel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.linear.buffers()
+
+
+class DenseScheme(LinearScheme):
+    """weight [out, in] and perhaps bias [out], converted to the compute dtype."""
+
+    format = "16-bit"
+
+    def __init__(self, code: str = "BF16") -> None:
+        self.format = "float32" if code in ("F32", "F64") else "16-bit"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("dense",)
+
+    def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
+        weight = TensorNeed("weight", (spec.out_features, spec.in_features), FLOATS, output_dim=0, input_dim=1)
+        bias = TensorNeed("bias", (spec.out_features,), FLOATS, output_dim=0)
+        return [weight, bias] if spec.bias else [weight]
+
+    def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
+        if device.type == "cuda":
+            return (spec.in_features + spec.bias) * spec.out_features * dtype.itemsize
+        return dense_bytes(spec.out_features, spec.in_features, spec.bias, dtype, tuning().dense)
+
+    def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
+        if device.type == "cuda" and device.sm < 75:
+            return Capability.refused(f"compute capability 7.5 or newer is needed, this GPU has {device.capability}")
+        if device.type == "cuda" and device.sm < 80 and dtype is torch.bfloat16:
+            return Capability.refused(
+                f"bfloat16 needs compute capability 8.0, this GPU has {device.capability}; --dtype half works"
+            )
+        return Capability.native()
+
+    def bind(
+        self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> LinearOp:
+        weight = join([s.tensors.pop("weight") for s in shards])
+        bias = join([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
+        if device.type == "cpu":
+            return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, tuning().dense))
+        weight = weight.to(device, dtype)
+        return DenseCudaOp(weight, None if bias is None else bias.to(device, dtype))
+
+    def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["weight"].to(torch.float32)
+
+
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Stack shards along their outputs."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class DenseQuant(WeightQuant):
+    """Reads every linear that has a float `weight`."""
+
+    name = "dense"
+    methods = ("dense",)
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any] | None) -> DenseQuant:
+        return cls()
+
+    def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
+        """None without a `weight`. A weight of another dtype or shape is left to the accounting, which names it."""
+        weight = tensors.get("weight")
+        return None if weight is None else DenseScheme(weight.dtype)
