@@ -1,0 +1,228 @@
+"""From logits to tokens: edits, temperature, min_p, top_k, top_p, then a seeded draw.
+
+Randomness is one number in [0, 1) a token, a hash of (seed, tokens generated so far), put through the inverse of the
+row's cumulative distribution. So a token depends on its seed, its place and its logits only: not on the batch around
+it, not on preemption, not on the device's random generator.
+
+top_k and top_p become a floor on the logit: what is below is out. Tokens that tie with the last kept one are all kept,
+which makes the outcome independent of how a sort orders equal values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from qengine.core.request import Request
+from qengine.messages import TokenLogprobs
+from qengine.runtime.logit_edits import LogitEdits
+from qengine.runtime.logprobs import logprobs_of
+from qengine.sampling_params import SamplingParams
+
+__all__ = ["SampledBatch", "Sampler", "SamplingBatch", "logprobs_of"]
+
+BLOCK = 1024
+"""Tokens of one block of the two-level cumulative sum."""
+FEW = 256
+"""Up to this top_k, the likeliest tokens are picked out instead of sorting the vocabulary."""
+SORT_ROWS = 32
+"""Rows sorted at once: bounds the peak at about SORT_ROWS * vocab * 24 bytes."""
+
+
+@dataclass
+class SampledBatch:
+    """One entry a row. `nonfinite`: the row's logits hold NaN or +inf, or every token is -inf; its token means
+    nothing."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    nonfinite: list[bool]
+
+
+@dataclass
+class SamplingBatch:
+    """What stays the same while the same requests are sampled: streams and filter values, on the device.
+
+    `random` are the rows that draw; tensors have one entry for each of them. `filtered` are the positions among them
+    that have a top_k or top_p, `limits` their top_k (vocabulary size for none).
+    """
+
+    requests: list[Request]
+    streams: list[bytes]
+    random: list[int]
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor | None
+    filtered: torch.Tensor
+    limits: list[int]
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    logprob_rows: list[int] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls, requests: Sequence[Request], streams: list[bytes], vocab_size: int, device: torch.device
+    ) -> SamplingBatch:
+        params: list[SamplingParams] = [r.sampling for r in requests]
+        random = [i for i, p in enumerate(params) if not p.greedy]
+        drawn = [params[i] for i in random]
+        limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in drawn]
+        filtered = [i for i, p in enumerate(drawn) if p.top_p < 1 or limits[i] < vocab_size]
+
+        def number(values: Sequence[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+        def index(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+        min_p = number([p.min_p for p in drawn]).log() if any(p.min_p > 0 for p in drawn) else None
+        return cls(
+            requests=list(requests),
+            streams=streams,
+            random=random,
+            rows=index(random),
+            temperature=number([p.temperature for p in drawn]),
+            log_min_p=min_p,
+            filtered=index(filtered),
+            limits=[limits[i] for i in filtered],
+            top_k=index([limits[i] for i in filtered]),
+            top_p=number([drawn[i].top_p for i in filtered]),
+            logprob_rows=[i for i, p in enumerate(params) if p.logprobs is not None],
+        )
+
+    def is_for(self, requests: Sequence[Request]) -> bool:
+        return len(requests) == len(self.requests) and all(a is b for a, b in zip(requests, self.requests, strict=True))
+
+    def uniforms(self, device: torch.device) -> torch.Tensor:
+        """One number in [0, 1) for each drawing row's next token, float64."""
+        values = [uniform(self.streams[i], len(self.requests[i].output_token_ids)) for i in self.random]
+        return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+
+
+class Sampler:
+    """Samples one token a row. Not thread-safe: one engine loop drives it.
+
+    `seed` serves requests that bring none: their stream is (seed, request id).
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.seed = seed
+        self._edits = LogitEdits()
+        self._batch: SamplingBatch | None = None
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a finished request; unknown ids are ignored."""
+        self._edits.forget(request_id)
+        if self._batch is not None and any(r.request_id == request_id for r in self._batch.requests):
+            self._batch = None
+
+    def batch(self, requests: Sequence[Request]) -> SamplingBatch:
+        """The batch of these requests; the last one where nothing changed."""
+        if self._batch is None or not self._batch.is_for(requests):
+            streams = [stream_of(r, self.seed) for r in requests]
+            self._batch = SamplingBatch.build(requests, streams, self.vocab_size, self.device)
+        return self._batch
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledBatch:
+        """The next token of each request. logits float32 [R, V], unchanged. Waits for the device only at the end."""
+        batch = self.batch(requests)
+        work = self._edits.apply(logits, requests)
+        best, tokens = work.max(dim=1)
+        bad = ~torch.isfinite(best)
+        if work is not logits:
+            bad |= ~torch.isfinite(logits.amax(dim=1))
+        if batch.random:
+            everyone = len(batch.random) == len(requests)
+            x = work if everyone else work[batch.rows]
+            drawn = draw(x, best if everyone else best[batch.rows], batch, batch.uniforms(logits.device))
+            tokens = drawn if everyone else tokens.index_copy(0, batch.rows, drawn)
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        if at := batch.logprob_rows:
+            ks = [requests[i].sampling.logprobs for i in at]
+            some = at if len(at) < len(requests) else slice(None)
+            for i, found in zip(at, logprobs_of(logits[some], tokens[some], ks), strict=True):
+                logprobs[i] = found
+        ids = torch.where(bad, -1, tokens).tolist()
+        return SampledBatch([max(i, 0) for i in ids], logprobs, [i < 0 for i in ids])
+
+
+def stream_of(request: Request, engine_seed: int) -> bytes:
+    """The key of a request's randomness: its seed, or else the engine's seed and the request's id."""
+    seed = request.sampling.seed
+    text = f"seed {seed}" if seed is not None else f"engine {engine_seed} {request.request_id}"
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+
+def uniform(stream: bytes, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a function of its arguments only."""
+    digest = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=8, key=stream).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def draw(logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, u: torch.Tensor) -> torch.Tensor:
+    """Token ids int64 [N] of drawing rows. logits float32 [N, V], best [N] their maxima, u float64 [N] in [0, 1)."""
+    x = (logits - best[:, None]) / batch.temperature[:, None]
+    floor = torch.full_like(best, -torch.inf) if batch.log_min_p is None else batch.log_min_p
+    p = x.exp()
+    if batch.limits:
+        floor = floor.clone()
+        for i in range(0, len(batch.limits), SORT_ROWS):
+            part = slice(i, i + SORT_ROWS)
+            at = batch.filtered[part]
+            floor[at] = filter_floor(x[at], p[at], floor[at], batch.limits[part], batch.top_k[part], batch.top_p[part])
+    if batch.limits or batch.log_min_p is not None:
+        p.masked_fill_(x < floor[:, None], 0.0)
+    return inverse_cdf(p, u)
+
+
+def filter_floor(
+    x: torch.Tensor, p: torch.Tensor, floor: torch.Tensor, limits: list[int], top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The lowest x that top_k and top_p keep, [M]. x float32 [M, V] with maximum 0, p = exp(x), floor [M] from min_p;
+    `limits` are the numbers of `top_k` on the host."""
+    most = max(limits)
+    ordered = x.topk(most, dim=1).values if most <= min(FEW, x.shape[1]) else _descending(x)
+    kth = ordered.gather(1, (top_k - 1)[:, None])[:, 0]
+    floor = torch.maximum(floor, kth)
+    target = top_p * torch.where(x >= floor[:, None], p, 0.0).sum(dim=1, dtype=torch.float64)
+    mass = torch.where(ordered >= floor[:, None], ordered.exp(), 0.0).double()
+    above = mass.cumsum(dim=1) - mass
+    kept = (above < target[:, None]).sum(dim=1).clamp(min=1)
+    nucleus = ordered.gather(1, (kept - 1)[:, None])[:, 0]
+    return torch.where(top_p < 1, torch.maximum(floor, nucleus), floor)
+
+
+def _descending(x: torch.Tensor) -> torch.Tensor:
+    """Values of each row, highest first. On a CPU numpy's vectorised sort takes 2.3 ms for 16 x 49152 where torch's,
+    which also returns indices, takes 45 (AVX2, one thread)."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
+    return x.sort(dim=1, descending=True).values
+
+
+def inverse_cdf(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The first token of each row at which the running sum of p exceeds u times the row's sum: int64 [N].
+
+    p float32 [N, V] >= 0, u float64 [N] in [0, 1). Two levels, blocks and then tokens, so that float32 rounding of a
+    long sum never reaches a token. Never gives a token with p = 0; rows with NaN give some id in range.
+    """
+    rows, vocab = p.shape
+    if vocab % BLOCK:
+        p = F.pad(p, (0, BLOCK - vocab % BLOCK))
+    blocks = p.view(rows, -1, BLOCK)
+    upto = blocks.sum(dim=2).double().cumsum(dim=1)
+    target = u * upto[:, -1]
+    block = (upto <= target[:, None]).sum(dim=1).clamp(max=blocks.shape[1] - 1)
+    before = F.pad(upto, (1, 0)).gather(1, block[:, None])[:, 0]
+    inside = blocks[torch.arange(rows, device=p.device), block]
+    token = (inside.double().cumsum(dim=1) <= (target - before)[:, None]).sum(dim=1)
+    # The block's sum and the sum over its tokens may round differently: then the last possible token is meant.
+    last = ((inside > 0) * torch.arange(BLOCK, device=p.device)).amax(dim=1)
+    return block * BLOCK + torch.minimum(token, last)
