@@ -1,0 +1,59 @@
+"""The user's cache, and how a folder gets into it: all or nothing, by one process at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+from qengine.errors import UserError
+
+VARIABLE = "QENGINE_CACHE"
+"""Environment variable that names another cache folder; read here only."""
+
+
+def cache_root() -> Path:
+    """The cache folder: $QENGINE_CACHE, else the platform's place for caches."""
+    named = os.environ.get(VARIABLE)
+    return Path(named).expanduser().resolve() if named else platformdirs.user_cache_path("qengine")
+
+
+@contextmanager
+def building(target: Path, *, wait: float = 1800.0) -> Iterator[Path | None]:
+    """Hold the lock on `target` and yield an empty folder beside it that becomes `target` when the block ends well.
+
+    Yields None when another process finished `target` meanwhile. When the block raises (Ctrl-C included) the folder
+    is removed and nothing is left. Folders that a killed process left behind are removed by the next one. Raises
+    UserError when the lock is not free within `wait` seconds or the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(target.name + ".lock"))
+        lock.acquire(timeout=wait)
+    except Timeout as e:
+        raise UserError(f"another process has been making {target.name} for {wait:.0f} s", hint="wait for it") from e
+    except OSError as e:
+        raise UserError(f"the cache {target.parent} cannot be written: {e}", hint=f"another one in ${VARIABLE}") from e
+    try:
+        if target.is_dir():
+            yield None
+            return
+        prefix = f".{target.name}.partial-"
+        for leftover in target.parent.glob(prefix + "*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        try:
+            yield partial
+            partial.chmod(0o755)
+            partial.rename(target)
+        finally:
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        lock.release()

@@ -1,0 +1,90 @@
+"""From a model's name to a local folder: a folder as it is, or a snapshot from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from qengine.errors import CheckpointError
+from qengine.runtime.checkpoint import PICKLES
+
+Say = Callable[[str], None]
+
+REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "NOTICE*")
+UNWANTED = ("consolidated*.safetensors", "original/*", "onnx/*", "*/*")
+LOCAL_HINT = "a local model folder works without the hub"
+
+
+def resolve_folder(name: str, *, revision: str | None = None, say: Say = lambda line: None) -> Path:
+    """`name` as a local folder, else downloaded (or found in the hub's cache) as a hub name.
+
+    Only safetensors, JSON, tokenizer and template files are fetched; pickled weights never. Raises CheckpointError
+    with one line: what was tried and what would work.
+    """
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.exists():
+        raise CheckpointError(f"{name} is a file", need="a model folder", hint="the folder that it lies in")
+    if not REPO.fullmatch(name) or name.startswith((".", "-")):
+        raise CheckpointError(f"no such folder: {name}", hint="a local model folder, or a hub name such as owner/name")
+    say(f"{name} is no local folder: asking the Hugging Face hub")
+    return _snapshot(name, revision)
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, model_info, snapshot_download
+
+    at = f"{name}@{revision}" if revision else name
+    try:
+        info = model_info(name, revision=revision, timeout=20)
+    except errors.GatedRepoError as e:
+        raise CheckpointError(f"the hub asks for permission to download {at}", hint="`hf auth login`") from e
+    except errors.RepositoryNotFoundError as e:
+        raise CheckpointError(f"{name} is neither a local folder nor a model on the hub", hint=LOCAL_HINT) from e
+    except errors.RevisionNotFoundError as e:
+        raise CheckpointError(f"{name} has no revision {revision!r} on the hub", hint="leave --revision out") from e
+    except Exception as e:  # out of reach; which exception depends on the hub client's HTTP library
+        return _fetched_before(name, revision, e)
+    _refuse_pickles(at, [s.rfilename for s in info.siblings or []])
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), etag_timeout=20
+        )
+    except Exception as e:
+        raise CheckpointError(
+            f"{at} could not be downloaded: {_first_line(e)}", hint=f"try again; {LOCAL_HINT}"
+        ) from e
+    return Path(folder)
+
+
+def _fetched_before(name: str, revision: str | None, cause: Exception) -> Path:
+    """The snapshot that an earlier run left in the hub's cache; incomplete ones are caught when they are opened."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, OSError, ValueError) as e:
+        raise CheckpointError(
+            f"{name} is no local folder, the hub is out of reach ({_first_line(cause)}) and its cache has no copy",
+            hint=LOCAL_HINT,
+        ) from e
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
+def _refuse_pickles(name: str, files: list[str]) -> None:
+    """Say before any download that a repository has nothing that may be loaded."""
+    if any(file.endswith(".safetensors") for file in files):
+        return
+    pickles = [file for file in files if file.endswith(PICKLES)]
+    if pickles:
+        raise CheckpointError(
+            f"{name} has only pickled weights, which can run any code when they are opened",
+            have=", ".join(pickles[:3]), need="*.safetensors", hint="a safetensors copy of the model",
+        )
+    raise CheckpointError(f"{name} has no safetensors weights on the hub", have=", ".join(files[:5]) or "no files")
