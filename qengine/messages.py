@@ -37,7 +37,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step gave to one request. `new_token_ids` never repeats a token that was sent before."""
+    """What one step gave to one request. `new_token_ids` never repeats a token that was sent before.
+
+    `refused`: `error` says why this request can never run here (HTTP 400), not that something failed (HTTP 500)."""
 
     request_id: str
     new_token_ids: list[int] = []
@@ -46,6 +48,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 

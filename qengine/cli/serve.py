@@ -41,11 +41,9 @@ def run(args: argparse.Namespace) -> int:
         load_plugin("weight", engine_config.quantization)
     load_plugin("kv", engine_config.kv_cache_dtype)
 
-    from qengine.prepare import prepare_model
     from qengine.server.run import serve
 
-    serve(prepare_model(engine_config, say), server_config)
-    return 0
+    return serve(engine_config, server_config)  # the engine's process prepares the model
 
 
 def say(line: str) -> None:

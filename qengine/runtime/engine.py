@@ -57,7 +57,8 @@ class Engine:
         try:
             self.scheduler.add(request)
         except UserError as e:
-            self._refused.append(RequestOutput(request_id=new.request_id, finish_reason="error", error=str(e)))
+            refusal = RequestOutput(request_id=new.request_id, finish_reason="error", error=str(e), refused=True)
+            self._refused.append(refusal)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests wherever they stand; unknown and finished ids are ignored."""
