@@ -192,7 +192,7 @@ class EngineClient:
             message = await self._receive()
             self._last_heard = time.monotonic()
             if isinstance(message, Died):
-                self._die(f"the engine stopped: {message.error}")
+                self.give_up(f"the engine stopped: {message.error}")
             elif isinstance(message, StepOutputs):
                 self.stats = message.stats
                 for output in message.outputs:
@@ -203,9 +203,10 @@ class EngineClient:
     async def _watch_process(self) -> None:
         code = await self.process.wait()
         await asyncio.sleep(0.1)  # its last words come through the socket
-        self._die(f"the engine process ended ({_ending(code)})")
+        self.give_up(f"the engine process ended ({_ending(code)})")
 
-    def _die(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """End every stream with EngineDeadError(reason) and take no more requests."""
         if self.death is not None or self._stopping:
             return
         self.death = reason
@@ -215,16 +216,15 @@ class EngineClient:
         self.dead.set()
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError when the engine has ended."""
+        """Raise EngineDeadError when the engine has ended or is about to be stopped."""
         if self.death is not None or self._stopping:
             raise EngineDeadError(self.death or "the server is shutting down")
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine. Never blocks: the socket's queue has no limit."""
-        self.check_alive()
         try:
             self._to_engine.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
-        except zmq.Again as e:
+        except zmq.ZMQError as e:  # no peer, or closed
             raise EngineDeadError("the engine process is gone") from e
 
     def submit(self, requests: Sequence[NewRequest]) -> RequestStream:

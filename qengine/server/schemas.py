@@ -92,19 +92,14 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: Any = None
 
 
-class ChatTemplateFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How messages become a prompt."""
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
 
+    messages: list[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(GenerationRequest, ChatTemplateFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
-
-    messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -121,12 +116,16 @@ class ChatRequest(GenerationRequest, ChatTemplateFields, kw_only=True, forbid_un
     web_search_options: Any = None
 
 
-class TokenizeRequest(ChatTemplateFields, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 

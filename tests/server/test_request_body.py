@@ -1,0 +1,108 @@
+"""Bodies are decoded strictly: every wrong one names its field."""
+
+import pytest
+from msgspec import json
+
+from qengine.errors import RequestError
+from qengine.server.body import decode_body
+from qengine.server.errors import ApiError
+from qengine.server.schemas import ChatRequest, CompletionRequest, refuse_unbuilt, sampling_params
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b'{"prompt": "a", "temprature": 1}', "temprature", "temperature"),
+        (b'{"prompt": "a", "zzz": 1}', "zzz", "leave it out"),
+        (b'{"prompt": "a", "n": "2"}', "n", "int"),
+        (b'{"prompt": "a", "n": 1.5}', "n", "int"),
+        (b'{"prompt": "a", "n": true}', "n", "int"),
+        (b'{"prompt": "a", "stop": [1]}', "stop[0]", "str"),
+        (b'{"prompt": "a", "stream_options": {"x": 1}}', "stream_options.x", "unknown field"),
+        (b'{"prompt": [[1, "a"]]}', "prompt[0][1]", "int"),
+        (b"{}", "prompt", "missing field"),
+        (b"[]", None, "object"),
+        (b"", None, "not valid JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', None, "not valid JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature", "range"),
+        (b'{"prompt": "\xff"}', None, "UTF-8"),
+        (b'{"prompt": "\\ud800"}', None, "not valid JSON"),
+        (b'{"metadata": ' + b"[" * 100_000, None, "nested too deeply"),
+    ],
+)
+def test_wrong_bodies_are_named(body: bytes, param: str | None, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(body, CompletionRequest)
+    detail = caught.value.body.error
+    assert caught.value.status == 400
+    assert detail.param == param
+    assert words in detail.message
+    assert "\n" not in detail.message
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"functions": [{}]},
+        {"modalities": ["text", "audio"]},
+        {"reasoning_effort": "high"},
+        {"structured_outputs": {"json": {}}},
+    ],
+)
+def test_unbuilt_fields_are_refused_by_name(field: dict) -> None:
+    body = decode_body(json.encode({"messages": MESSAGES, **field}), ChatRequest)
+    with pytest.raises(RequestError, match=next(iter(field))) as caught:
+        refuse_unbuilt(body)
+    assert caught.value.param == next(iter(field))
+
+
+def test_fields_that_ask_for_nothing_pass() -> None:
+    harmless = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "logit_bias": None,
+        "stop": None,
+    }
+    refuse_unbuilt(decode_body(json.encode({"messages": MESSAGES, **harmless}), ChatRequest))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_sampling_fields_out_of_range_are_named(fields: dict, param: str) -> None:
+    body = decode_body(json.encode({"prompt": "a", **fields}), CompletionRequest)
+    with pytest.raises(RequestError) as caught:
+        sampling_params(body, max_tokens=16, logprobs=None)
+    assert caught.value.param == param
+
+
+def test_sampling_fields_arrive() -> None:
+    fields = {"temperature": 0, "top_p": 0, "top_k": 3, "min_p": 0.1, "seed": 2**64 - 1, "stop": "x", "n": 2}
+    fields |= {"logit_bias": {"7": -1.5}, "stop_token_ids": [4], "bad_words": ["b"], "ignore_eos": True, "best_of": 2}
+    body = decode_body(json.encode({"prompt": "a", **fields}), CompletionRequest)
+    p = sampling_params(body, max_tokens=9, logprobs=2)
+    assert (p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.n) == (0, 0, 3, 0.1, 2**64 - 1, 2)
+    assert (p.stop, p.stop_token_ids, p.bad_words, p.logit_bias) == (["x"], [4], ["b"], {7: -1.5})
+    assert (p.ignore_eos, p.max_tokens, p.logprobs) == (True, 9, 2)
