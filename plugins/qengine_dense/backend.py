@@ -108,6 +108,7 @@ class DenseQuant(WeightQuant):
     """Reads every linear that has a float `weight`."""
 
     name = "dense"
+    contract = 1
     methods = ("dense",)
 
     @classmethod

@@ -11,6 +11,7 @@ class AutoKV(KVDtype):
     """float16, bfloat16 or float32, whatever attention computes in."""
 
     name = "auto"
+    contract = 1
 
     def layout(self, spec: AttentionSpec, block_size: int, compute_dtype: torch.dtype) -> KVLayout:
         return KVLayout.dense(spec, block_size, compute_dtype)

@@ -13,6 +13,7 @@ from qengine_kv_fp8 import formats
 class Fp8KV(KVDtype):
     """One byte a value; scales per tensor or per KV head, or none."""
 
+    contract = 1
     scale_granularity = ("none", "tensor", "head")
     fp8: ClassVar[torch.dtype]
 
