@@ -46,6 +46,8 @@ class Request:
     prompt_logprobs: bool = False
     fork_of: str | None = None
     sampling: Any = None
+    sequence_number: int = 0
+    """Order of admission to the scheduler, which sets it; breaks ties of `arrival`."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qengine.core.request import Request
@@ -24,8 +25,8 @@ class ScheduledSequence:
 class Step:
     """One batch. Decodes (one new token, sampling) come first.
 
-    Before the forward pass the runner zeroes `zero_blocks` and then copies `copy_blocks` (source, destination) in
-    all layers of the given group: blocks that held non-finite values, and copies on write.
+    Before the forward pass the runner zeroes `zero_blocks` (they may hold non-finite values of an earlier request)
+    and then copies `copy_blocks` (source, destination; copies on write), each in every storage tensor, in this order.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -47,12 +48,40 @@ class SampledToken:
 
 
 @dataclass
+class Progress:
+    """What one step gave to one request. Every token is reported exactly once, also across preemptions."""
+
+    request: Request
+    new_token_ids: list[int]
+    finished: bool
+
+
+@dataclass
 class KVGroupSpec:
     """Layers that share block tables. `window` is the sliding window in tokens, None for full attention.
 
-    Block ids are shared by all groups: every group has `layers_per_group` storage slots or fewer, and a block id owns
-    one block in each of the pool's storage tensors; layer j of a group lives in storage tensor j.
+    Block ids are shared by all groups: every group has as many layers as the pool has storage tensors, or fewer, and
+    a block id owns one block in each of them; layer j of a group lives in storage tensor j.
     """
 
     window: int | None
     layers: list[int]
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """Index of the first block that a query at `position` can see (position p sees p - window + 1 .. p)."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // block_size
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Most blocks a sequence of `num_tokens` holds at once when at most `max_chunk` tokens are computed a step."""
+        whole = -(-num_tokens // block_size)
+        if self.window is None:
+            return whole
+        span = self.window - 1 + min(max_chunk, num_tokens)
+        return min(whole, (span + block_size - 2) // block_size + 1)
+
+
+def blocks_for(groups: Sequence[KVGroupSpec], num_tokens: int, block_size: int, max_chunk: int) -> int:
+    """Block ids that one sequence of `num_tokens` needs at most, all groups together."""
+    return sum(group.max_blocks(num_tokens, block_size, max_chunk) for group in groups)

@@ -1,0 +1,346 @@
+"""The paged KV manager: which request owns which blocks, what is shared, what is cached.
+
+Blocks are taken when their first token is about to be computed, never earlier. A block that others use or that the
+prefix cache can hand out is never written: it is copied first. Only full blocks enter the cache, and only once a
+later token of the same request was sampled from finite logits; whatever a request leaves unverified is zeroed before
+its next use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qengine.core.pool import NULL_BLOCK, BlockPool, IntegrityError
+from qengine.core.prefix import PrefixHit, PrefixIndex, PrefixNode, extend_chain
+from qengine.core.request import Request
+from qengine.core.step import KVGroupSpec, blocks_for
+from qengine.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """Blocks and token slots at one moment; `blocks_total` counts usable blocks (without the null block).
+
+    `slots_wasted` are slots of blocks in use that no token was written to yet.
+    """
+
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    slots_allocated: int
+    slots_wasted: int
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """What the manager knows about one request beside its block tables."""
+
+    request: Request
+    dropped: list[int]
+    """Per group: leading blocks that fell out of the window."""
+    chain: list[PrefixNode] = field(default_factory=list)
+    cached: int = 0
+    """Leading blocks that were offered to the prefix cache."""
+    reserved: int = 0
+    """Tokens that have a slot, computed or about to be."""
+    verified: int = 0
+    """Tokens known to be finite: from the cache, or followed by a token sampled from finite logits."""
+
+
+class KVCacheManager:
+    """Block tables of all requests over one pool of `num_blocks` ids, one of them the null block.
+
+    `groups` share the id space; a request has one table per group, all of equal length. `identity` names everything
+    beside token ids and salt that K/V depend on (adapter, KV dtype, scale version).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[KVGroupSpec],
+        enable_prefix_caching: bool = True,
+        identity: str = "",
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.groups = list(groups)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.identity = identity
+        self._index = PrefixIndex(len(self.groups), num_blocks)
+        self._holdings: dict[str, _Holding] = {}
+        self._soiled: set[int] = set()
+        self._zero: list[int] = []
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` needs at most when `max_chunk` tokens are computed a step."""
+        return blocks_for(self.groups, num_tokens, self.block_size, max_chunk)
+
+    # Sharing: prefix hits and forks
+
+    def nothing_shared(self) -> PrefixHit:
+        return PrefixHit(0, [[] for _ in self.groups])
+
+    def lookup(self, request: Request, allow_copy: bool = True) -> PrefixHit:
+        """The longest cached prefix of the request's known tokens; changes nothing but hashes.
+
+        At least the last token is left to compute. Where all tokens are cached, that means a copy of the last block,
+        which takes a block more than the tables hold for a moment; `allow_copy=False` leaves that block out.
+        """
+        num_tokens = request.num_tokens
+        limit = num_tokens if allow_copy else num_tokens - 1
+        groups, block_size = self.groups, self.block_size
+        if not self.enable_prefix_caching:
+            return self.nothing_shared()
+        found: list[list[int]] = [[] for _ in groups]
+        chain = self._holding(request).chain
+        extend_chain(chain, request, limit // block_size, block_size, self.identity)
+        runs = [0] * len(groups)
+        best = 0
+        for i in range(limit // block_size):
+            for g, group in enumerate(groups):
+                block = self._index.find(g, chain, i)
+                found[g].append(block)
+                runs[g] = runs[g] + 1 if block else 0
+                if not block and group.window is None:
+                    return self._cut(found, best, num_tokens)
+            start = min((i + 1) * block_size, num_tokens - 1)
+            if all(run > i - g.first_block(start, block_size) for run, g in zip(runs, groups, strict=True)):
+                best = i + 1
+        return self._cut(found, best, num_tokens)
+
+    def _cut(self, found: list[list[int]], num_blocks: int, num_tokens: int) -> PrefixHit:
+        """The first `num_blocks` of each group's blocks, without those that no window reaches."""
+        start = min(num_blocks * self.block_size, num_tokens - 1)
+        return self._visible(found, start)
+
+    def _visible(self, tables: list[list[int]], num_tokens: int) -> PrefixHit:
+        size = -(-num_tokens // self.block_size)
+        blocks = []
+        for group, table in zip(self.groups, tables, strict=True):
+            first = min(size, group.first_block(num_tokens, self.block_size))
+            blocks.append([NULL_BLOCK] * first + table[first:size])
+        return PrefixHit(num_tokens, blocks)
+
+    def share_of(self, parent: Request, num_tokens: int) -> PrefixHit | None:
+        """The parent's blocks of its first `num_tokens` computed tokens; None where a window has let them go."""
+        holding = self._holdings.get(parent.request_id)
+        if holding is None or holding.verified < num_tokens or not parent.block_tables:
+            return None
+        hit = self._visible(parent.block_tables, num_tokens)
+        for group, table in zip(self.groups, hit.blocks, strict=True):
+            if NULL_BLOCK in table[group.first_block(num_tokens, self.block_size) :]:
+                return None
+        return hit
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
+        """Let `child` start from the parent's blocks of their common first `num_tokens` tokens; False: it cannot."""
+        hit = self.share_of(parent, num_tokens)
+        if hit is not None:
+            self.attach(child, hit)
+        return hit is not None
+
+    def attach(self, request: Request, hit: PrefixHit) -> None:
+        """Give a request that owns nothing the blocks of a hit; its tokens count as computed."""
+        if request.block_tables:
+            raise IntegrityError(f"request {request.request_id} already owns blocks")
+        holding = self._holding(request)
+        for table in hit.blocks:
+            for block in table:
+                if block:
+                    self.pool.share(block)
+        request.block_tables = [list(table) for table in hit.blocks]
+        request.num_computed_tokens = holding.reserved = holding.verified = hit.num_tokens
+        holding.cached = hit.num_tokens // self.block_size
+        for g, group in enumerate(self.groups):
+            holding.dropped[g] = min(len(hit.blocks[g]), group.first_block(hit.num_tokens, self.block_size))
+
+    # Room
+
+    def blocks_to_admit(self, request: Request, hit: PrefixHit, max_chunk: int) -> int:
+        """Available blocks that it takes to start from `hit` and to compute all known tokens of the request."""
+        refs = self.pool.refs
+        held = sum(1 for table in hit.blocks for block in table if block and refs(block) > 0)
+        copies = len(self.groups) if hit.num_tokens % self.block_size else 0
+        return self.max_blocks(request.num_tokens, max_chunk) - held + copies
+
+    def blocks_owed(self, request: Request, max_chunk: int) -> int:
+        """Blocks that a running request still has to take until all its known tokens are computed."""
+        holding = self._holdings[request.request_id]
+        live = sum(len(table) - gone for table, gone in zip(request.block_tables, holding.dropped, strict=True))
+        return max(0, self.max_blocks(request.num_tokens, max_chunk) - live)
+
+    def fit(self, request: Request, num_new_tokens: int) -> int:
+        """How many of the next `num_new_tokens` tokens there is room for. Gives back blocks outside the windows."""
+        tables = request.block_tables
+        start = request.num_computed_tokens
+        if not tables:
+            self._start(request)
+            tables = request.block_tables
+        self._leave_windows(request)
+        room = len(tables[0]) * self.block_size
+        copies = 0
+        if start % self.block_size and start < room:
+            copies = sum(1 for table in tables if self._must_copy(table[start // self.block_size]))
+        if copies == 0 and start + num_new_tokens <= room:
+            return num_new_tokens
+        spare = self.pool.num_available - copies
+        if spare < 0:
+            return 0
+        room += spare // len(tables) * self.block_size
+        return max(0, min(num_new_tokens, room - start))
+
+    def can_allocate(self, request: Request, num_new_tokens: int) -> bool:
+        return self.fit(request, num_new_tokens) == num_new_tokens
+
+    def allocate(self, request: Request, num_new_tokens: int) -> list[tuple[int, int]]:
+        """Make every slot of the next `num_new_tokens` tokens writable. Returns block copies (source, destination).
+
+        Raises CapacityError, having taken nothing, when there is no room.
+        """
+        fit = self.fit(request, num_new_tokens)
+        if fit < num_new_tokens:
+            raise CapacityError(
+                f"no room for the next tokens of request {request.request_id}",
+                have=f"{fit} tokens ({self.pool.num_available} of {self.num_usable_blocks} blocks available)",
+                need=f"{num_new_tokens} tokens",
+            )
+        tables = request.block_tables
+        start = request.num_computed_tokens
+        copies: list[tuple[int, int]] = []
+        index = start // self.block_size
+        if index < len(tables[0]):
+            for table in tables:
+                source = table[index]
+                if self._must_copy(source):
+                    table[index] = self._take()
+                    copies.append((source, table[index]))
+                    self.pool.release(source, self._index.holds(source))
+        end = start + num_new_tokens
+        for _ in range(-(-end // self.block_size) - len(tables[0])):
+            for table in tables:
+                table.append(self._take())
+        self._holdings[request.request_id].reserved = end
+        return copies
+
+    def _must_copy(self, block: int) -> bool:
+        return self.pool.refs(block) > 1 or self._index.holds(block)
+
+    def _take(self) -> int:
+        block = self.pool.take()
+        self._index.forget(block)
+        if block in self._soiled:
+            self._soiled.discard(block)
+            self._zero.append(block)
+        return block
+
+    def _leave_windows(self, request: Request) -> None:
+        """Give back the blocks that no token from `num_computed_tokens` on can see."""
+        holding = self._holdings[request.request_id]
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            table = request.block_tables[g]
+            first = min(len(table), group.first_block(request.num_computed_tokens, self.block_size))
+            for i in range(holding.dropped[g], first):
+                self._give_back(holding, i, table[i])
+                table[i] = NULL_BLOCK
+            holding.dropped[g] = max(first, holding.dropped[g])
+
+    # After a step, and the end
+
+    def settle(self, request: Request) -> None:
+        """All computed tokens are known to be finite: new full blocks may be cached."""
+        holding = self._holdings[request.request_id]
+        holding.verified = request.num_computed_tokens
+        full = holding.verified // self.block_size
+        if full == holding.cached or not self.enable_prefix_caching:
+            return
+        extend_chain(holding.chain, request, full, self.block_size, self.identity)
+        for i in range(holding.cached, full):
+            for g, table in enumerate(request.block_tables):
+                if table[i] and table[i] not in self._soiled:
+                    self._index.insert(g, holding.chain[i], table[i])
+        holding.cached = full
+
+    def taint(self, request: Request) -> None:
+        """The request met non-finite values: nothing it read or wrote stays cached, and all of it is zeroed before
+        its next use. Blocks that others share stay theirs. Call before `free`."""
+        for table in request.block_tables:
+            for block in table:
+                if block:
+                    self._soil(block)
+
+    def free(self, request: Request) -> None:
+        """Give back everything. Harmless when the request owns nothing."""
+        holding = self._holdings.pop(request.request_id, None)
+        if holding is None:
+            return
+        for table in request.block_tables:
+            for i in range(len(table) - 1, -1, -1):
+                if table[i]:
+                    self._give_back(holding, i, table[i])
+        request.block_tables = []
+        request.num_computed_tokens = 0
+
+    def take_zero_blocks(self) -> list[int]:
+        """Blocks in use again that must be zeroed before the next forward pass. Each is reported once."""
+        blocks, self._zero = self._zero, []
+        return blocks
+
+    def _give_back(self, holding: _Holding, index: int, block: int) -> None:
+        """Release one block; soiled when it holds tokens that nothing has shown to be finite."""
+        if min(holding.reserved, (index + 1) * self.block_size) > holding.verified:
+            self._soil(block)
+        self.pool.release(block, self._index.holds(block))
+
+    def _soil(self, block: int) -> None:
+        self._index.forget(block)
+        self.pool.discard(block)
+        self._soiled.add(block)
+
+    def _holding(self, request: Request) -> _Holding:
+        holding = self._holdings.get(request.request_id)
+        if holding is None:
+            holding = self._holdings[request.request_id] = _Holding(request, [0] * len(self.groups))
+        return holding
+
+    def _start(self, request: Request) -> None:
+        self._holding(request)
+        request.block_tables = [[] for _ in self.groups]
+
+    # Watching
+
+    def stats(self) -> KVStats:
+        pool, block_size = self.pool, self.block_size
+        wasted = 0
+        for holding in self._holdings.values():
+            for table in holding.request.block_tables:
+                wasted += len(table) * block_size - holding.request.num_computed_tokens
+        return KVStats(
+            blocks_total=pool.num_usable,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_kept,
+            blocks_free=pool.num_free,
+            slots_allocated=pool.num_used * block_size,
+            slots_wasted=wasted,
+        )
+
+    def check(self) -> None:
+        """Raise IntegrityError unless free + cached + in use = all and every reference belongs to a block table."""
+        expected: dict[int, int] = {}
+        for holding in self._holdings.values():
+            for table in holding.request.block_tables:
+                for block in table:
+                    if block:
+                        expected[block] = expected.get(block, 0) + 1
+        findable = self._index.blocks()
+        self.pool.check(expected, findable)
+        if findable & self._soiled:
+            raise IntegrityError(f"blocks both cached and to be zeroed: {sorted(findable & self._soiled)[:10]}")

@@ -1,0 +1,372 @@
+"""The scheduler: decides anew each step which tokens of which requests are computed.
+
+Prefill and decode are the same thing with other token counts. Rules, in order:
+
+1. Running requests come first, oldest (or highest priority) first. A prefill takes what the token budget leaves after
+   one token for each decode behind it, and only as many tokens as there are free blocks for.
+2. A running request that cannot get a single token's room preempts the newest (or lowest-priority) running request,
+   in the end itself. Preempted requests keep their generated ids, wait in front of the queue and are recomputed.
+   The oldest is never preempted for another, so at least one request always progresses.
+3. A waiting request starts when all its known tokens fit beside what running prefills still owe and a small reserve
+   for the decodes. Nothing starts in a step that preempted.
+4. A waiting request that does not fit now may be passed by later ones that do, at most MAX_OVERTAKES times; then
+   nothing starts before it does. The running requests end, so it gets its turn and holds up the others only so long.
+   A preempted request is never passed: it would lose the room that it just gave.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from qengine.core.memory import most_tokens
+from qengine.core.pages import KVCacheManager
+from qengine.core.prefix import PrefixHit
+from qengine.core.queue import Order, Policy, WaitingQueue
+from qengine.core.request import FinishReason, Request, Status
+from qengine.core.step import Progress, SampledToken, ScheduledSequence, Step
+from qengine.errors import CapacityError, ConfigError, QEngineError, RequestError
+
+MAX_OVERTAKES = 16
+"""How often a waiting request may be passed by later ones while it does not fit."""
+LOOKAHEAD = 16
+"""How many waiting requests that do not fit are looked at in one step."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    policy: Policy = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive", have=getattr(self, name), need=">= 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("unknown scheduling policy", have=repr(self.policy), need="fcfs | priority")
+
+
+@dataclass
+class Counters:
+    """Totals since the start. Prefix queries and hits count prompt tokens at first admission."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    nonfinite_requests: int = 0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What a request went through while waiting."""
+
+    overtaken: int = 0
+    refused_at: int = -1
+    """The pool's `num_releases` when the request last did not fit: no use in trying again before it grows."""
+
+
+class Scheduler:
+    """Owns every request from `add` to its end. `schedule` and `update` alternate; `add` and `abort` at any time."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.counters = Counters()
+        self._order = Order(config.policy)
+        self._waiting = WaitingQueue(self._order)
+        self._running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._siblings: dict[str, Request] = {}
+        self._waits: dict[str, _Wait] = {}
+        self._added = 0
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check_idle(self) -> None:
+        """When nothing is left to do, verify that every block came back. Raises IntegrityError."""
+        if not self.has_work:
+            self.manager.check()
+
+    # In and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises CapacityError when it can never fit, RequestError when it is no valid request."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id} is in use", param="request_id")
+        if not request.prompt_token_ids:
+            raise RequestError("the prompt is empty", param="prompt", have="0 tokens", need="at least 1")
+        self._check_capacity(request)
+        self._added += 1
+        request.sequence_number = self._added
+        sibling = self._requests.get(request.fork_of or "")
+        if (
+            sibling is not None
+            and sibling.cache_salt == request.cache_salt
+            and sibling.prompt_token_ids == request.prompt_token_ids
+            and not request.prompt_logprobs
+        ):
+            self._siblings[request.request_id] = sibling
+        self._requests[request.request_id] = request
+        self._waits[request.request_id] = _Wait()
+        self._waiting.push(request)
+
+    def _check_capacity(self, request: Request) -> None:
+        tokens = request.num_prompt_tokens + request.max_tokens
+        asked = f"{request.num_prompt_tokens} prompt + {request.max_tokens} new = {tokens} tokens"
+        limit = self.config.max_model_len
+        if tokens > limit:
+            raise CapacityError(
+                "prompt and max_tokens exceed the maximum model length", have=f"{limit} tokens", need=asked
+            )
+        manager, chunk = self.manager, self.config.max_num_batched_tokens
+        usable, blocks = manager.num_usable_blocks, manager.max_blocks(tokens, chunk)
+        if blocks > usable:
+            fits = most_tokens(manager.groups, usable, manager.block_size, chunk, limit)
+            raise CapacityError(
+                "prompt and max_tokens can never fit into the KV cache",
+                have=f"{fits} tokens ({usable} blocks of {manager.block_size})",
+                need=f"{asked} ({blocks} blocks)",
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End requests in whatever state they are; unknown and finished ids are ignored. Returns those ended."""
+        ended = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is Status.RUNNING:
+                self._running.remove(request)
+            else:
+                self._waiting.remove(request)
+            self._finish(request, FinishReason.ABORT)
+            ended.append(request)
+        return ended
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.manager.free(request)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self._siblings.pop(request.request_id, None)
+        self._waits.pop(request.request_id, None)
+
+    # Deciding a step
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when there is nothing to do."""
+        if not self._requests:
+            return None
+        step = Step()
+        budget = self._continue_running(step)
+        if not step.preempted:
+            self._admit(step, budget)
+        if not step.sequences:
+            raise QEngineError(
+                f"the scheduler found nothing to run: {self.num_running} running, {self.num_waiting} waiting, "
+                f"{self.manager.pool.num_available} of {self.manager.num_usable_blocks} blocks available"
+            )
+        step.sequences.sort(key=lambda s: (s.num_new_tokens > 1, not s.samples))
+        step.zero_blocks = self.manager.take_zero_blocks()
+        return step
+
+    def _continue_running(self, step: Step) -> int:
+        """Schedule the running requests; returns the token budget that is left."""
+        budget = self.config.max_num_batched_tokens
+        running = self._running
+        decodes = sum(1 for r in running if r.num_tokens - r.num_computed_tokens == 1)
+        index = 0
+        while index < len(running) and budget > 0:
+            request = running[index]
+            wanted = request.num_tokens - request.num_computed_tokens
+            if wanted == 1:
+                decodes -= 1
+            room = self._make_room(request, min(wanted, budget - decodes), step)
+            if room > 0:
+                self._put(request, room, step)
+                budget -= room
+            index += 1
+        return budget
+
+    def _make_room(self, request: Request, num_tokens: int, step: Step) -> int:
+        """Tokens that can be computed now, preempting others from the back if there is room for none; 0 when the
+        request itself was the last."""
+        while num_tokens > 0:
+            room = self.manager.fit(request, num_tokens)
+            if room > 0:
+                return room
+            victim = self._running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return 0
+        return 0
+
+    def _put(self, request: Request, num_tokens: int, step: Step) -> None:
+        start = request.num_computed_tokens
+        step.copy_blocks += self.manager.allocate(request, num_tokens)
+        samples = start + num_tokens == request.num_tokens
+        step.sequences.append(ScheduledSequence(request, start, num_tokens, samples))
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        """Take the last running request's blocks; its ids stay, its K/V is computed again later."""
+        self._running.pop()
+        self.manager.free(request)
+        request.status = Status.PREEMPTED
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self._waits[request.request_id] = _Wait()
+        self._waiting.push(request)
+        step.preempted.append(request)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """Start waiting requests, in order, by rules 3 and 4."""
+        if not len(self._waiting):
+            return
+        chunk = self.config.max_num_batched_tokens
+        prefills = (r for r in self._running if r.num_tokens - r.num_computed_tokens > 1)
+        owed = sum(self.manager.blocks_owed(r, chunk) for r in prefills)
+        blocked: _Wait | None = None
+        index = tried = 0
+        while index < len(self._waiting) and budget > 0 and len(self._running) < self._max_running:
+            request = self._waiting[index]
+            if self._waits_for_sibling(request):
+                index += 1
+                continue
+            wait = self._waits[request.request_id]
+            hit = self._find_room(request, wait, owed)
+            if hit is not None:
+                self._waiting.pop(index)
+                budget -= self._start(request, hit, budget, step)
+                owed += self.manager.blocks_owed(request, chunk)
+                if blocked is not None:
+                    blocked.overtaken += 1
+                    if blocked.overtaken >= MAX_OVERTAKES:
+                        return
+                continue
+            if blocked is None:
+                blocked = wait
+                if request.status is Status.PREEMPTED or wait.overtaken >= MAX_OVERTAKES:
+                    return
+            index += 1
+            tried += 1
+            if tried == LOOKAHEAD:
+                return
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether the sibling that this request shares its prompt with is still to compute it."""
+        sibling = self._siblings.get(request.request_id)
+        if sibling is None or sibling.finished:
+            return False
+        return sibling.num_computed_tokens < sibling.num_prompt_tokens
+
+    def _find_room(self, request: Request, wait: _Wait, owed: int) -> PrefixHit | None:
+        """What the request can share, when all its known tokens fit now; else None."""
+        manager, chunk = self.manager, self.config.max_num_batched_tokens
+        if wait.refused_at == manager.pool.num_releases:
+            return None
+        available = manager.pool.num_available - owed
+        if self._running:
+            available -= max(1, manager.num_usable_blocks // 100)
+        hit = self._shareable(request)
+        if manager.blocks_to_admit(request, hit, chunk) <= available:
+            return hit
+        if hit.num_tokens % manager.block_size:
+            hit = manager.lookup(request, allow_copy=False)
+            if manager.blocks_to_admit(request, hit, chunk) <= available:
+                return hit
+        wait.refused_at = manager.pool.num_releases
+        return None
+
+    def _shareable(self, request: Request) -> PrefixHit:
+        """The sibling's prompt blocks, or a cached prefix, or nothing."""
+        sibling = self._siblings.get(request.request_id)
+        if sibling is not None and not sibling.finished:
+            hit = self.manager.share_of(sibling, request.num_prompt_tokens - 1)
+            if hit is not None:
+                return hit
+        if request.prompt_logprobs and not request.output_token_ids:
+            return self.manager.nothing_shared()
+        return self.manager.lookup(request)
+
+    def _start(self, request: Request, hit: PrefixHit, budget: int, step: Step) -> int:
+        """Let a request that left the queue run; returns the tokens it computes in this step."""
+        first = request.status is Status.WAITING
+        sibling = self._siblings.pop(request.request_id, None)
+        self._waits[request.request_id].refused_at = -1
+        self.manager.attach(request, hit)
+        if first and (sibling is None or sibling.finished):
+            request.num_cached_tokens = hit.num_tokens
+            if self.manager.enable_prefix_caching and not request.prompt_logprobs:
+                self.counters.prefix_queries += request.num_prompt_tokens
+                self.counters.prefix_hits += hit.num_tokens
+        request.status = Status.RUNNING
+        insort(self._running, request, key=self._order.running)
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        self._put(request, num_tokens, step)
+        return num_tokens
+
+    # Settling a step
+
+    def update(self, step: Step, sampled: Sequence[SampledToken]) -> list[Progress]:
+        """Enter a step's result: `sampled` has one entry for each sequence with `samples`, in step order."""
+        expected = sum(1 for s in step.sequences if s.samples)
+        if len(sampled) != expected:
+            raise QEngineError(f"the runner returned {len(sampled)} tokens for {expected} sampling sequences")
+        tokens = iter(sampled)
+        progress = []
+        for sequence in step.sequences:
+            token = next(tokens) if sequence.samples else None
+            request = sequence.request
+            if request.status is not Status.RUNNING:
+                continue
+            request.num_computed_tokens = sequence.start + sequence.num_new_tokens
+            if token is not None:
+                progress.append(self._append(request, token))
+        return progress
+
+    def _append(self, request: Request, token: SampledToken) -> Progress:
+        if token.error is not None:
+            request.error = token.error
+            self.counters.nonfinite_requests += 1
+            self.manager.taint(request)
+            self._running.remove(request)
+            self._finish(request, FinishReason.ERROR)
+            return Progress(request, [], True)
+        self.manager.settle(request)
+        if not request.output_token_ids:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+        self.counters.generation_tokens += 1
+        request.output_token_ids.append(token.token_id)
+        reason = self._finish_reason(request, token.token_id)
+        if reason is not None:
+            self._running.remove(request)
+            self._finish(request, reason)
+        return Progress(request, [token.token_id], reason is not None)
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        num_output = len(request.output_token_ids)
+        if num_output >= request.min_tokens:
+            if token_id in request.eos_token_ids and not request.ignore_eos:
+                return FinishReason.STOP
+            if token_id in request.stop_token_ids:
+                request.stop_reason = token_id
+                return FinishReason.STOP
+        if num_output >= request.max_tokens or request.num_tokens >= self.config.max_model_len:
+            return FinishReason.LENGTH
+        return None
