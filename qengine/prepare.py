@@ -20,9 +20,14 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     Without a model, the demo model is fetched and converted once. A 16-bit checkpoint with a `quantization` whose
     plugin can make its format gets a quantised copy in the user's cache, made once.
     """
+    from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder
     from qengine.runtime.hub import resolve_folder
 
+    # First, so that a name that cannot work costs no download.
+    if config.quantization is not None:
+        load_plugin("weight", config.quantization)
+    load_plugin("kv", config.kv_cache_dtype)
     if config.model is None:
         folder = demo_folder(say)
     else:

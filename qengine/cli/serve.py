@@ -8,6 +8,7 @@ import sys
 from qengine.cli.options import UNITS_NOTE, add_options, config_from
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError
+from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
 
 NAME = "serve"
@@ -34,12 +35,10 @@ def run(args: argparse.Namespace) -> int:
     engine_config = config_from(EngineConfig, args)
     server_config = config_from(ServerConfig, args)
 
-    from qengine.plugin.discovery import load_plugin
-
-    # Before anything is fetched: a wrong name must not cost a download.
+    # Names are looked up here, at once and without importing torch; the engine's process loads the plugins.
     if engine_config.quantization is not None:
-        load_plugin("weight", engine_config.quantization)
-    load_plugin("kv", engine_config.kv_cache_dtype)
+        find_plugin("weight", engine_config.quantization)
+    find_plugin("kv", engine_config.kv_cache_dtype)
 
     from qengine.server.run import serve
 

@@ -71,6 +71,14 @@ def check_plugins(kind: Kind | None = None) -> list[PluginRecord]:
     return checked
 
 
+def find_plugin(kind: Kind, name: str) -> PluginRecord:
+    """The record registered as `name`; nothing is imported.
+
+    Raises PluginError when the name is unknown (listing what exists) or registered twice (naming both distributions).
+    """
+    return _find(kind, name)[0]
+
+
 @overload
 def load_plugin(kind: Literal["weight"], name: str) -> type[WeightQuant]: ...
 @overload
@@ -78,9 +86,13 @@ def load_plugin(kind: Literal["kv"], name: str) -> type[KVDtype]: ...
 def load_plugin(kind: Kind, name: str) -> type[WeightQuant] | type[KVDtype]:
     """The plugin class registered as `name`.
 
-    Raises PluginError when the name is unknown (listing what exists), registered twice (naming both distributions),
-    broken (with the cause's first line; the cause itself is chained) or written for another contract version.
+    Raises PluginError as `find_plugin` does, and when the plugin is broken (with the cause's first line; the cause
+    itself is chained) or written for another contract version.
     """
+    return _load(*_find(kind, name))
+
+
+def _find(kind: Kind, name: str) -> tuple[PluginRecord, metadata.EntryPoint]:
     found = _found(kind)
     hits = [(record, entry) for record, entry in found if record.name == name]
     if not hits:
@@ -94,7 +106,7 @@ def load_plugin(kind: Kind, name: str) -> type[WeightQuant] | type[KVDtype]:
     record, entry = hits[0]
     if record.state == "clash":
         raise PluginError(f"{FLAGS[kind]} {name}: {record.error}", hint="uninstall one of them")
-    return _load(record, entry)
+    return record, entry
 
 
 def _kinds(kind: Kind | None) -> Sequence[Kind]:
