@@ -173,9 +173,10 @@ def draw(logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, u: torc
     p = x.exp()
     if batch.limits:
         floor = floor.clone()
+        everyone = len(batch.limits) == len(x)
         for i in range(0, len(batch.limits), SORT_ROWS):
             part = slice(i, i + SORT_ROWS)
-            at = batch.filtered[part]
+            at = part if everyone else batch.filtered[part]
             floor[at] = filter_floor(x[at], p[at], floor[at], batch.limits[part], batch.top_k[part], batch.top_p[part])
     if batch.limits or batch.log_min_p is not None:
         p.masked_fill_(x < floor[:, None], 0.0)
@@ -191,11 +192,10 @@ def filter_floor(
     ordered = x.topk(most, dim=1).values if most <= min(FEW, x.shape[1]) else _descending(x)
     kth = ordered.gather(1, (top_k - 1)[:, None])[:, 0]
     floor = torch.maximum(floor, kth)
-    target = top_p * torch.where(x >= floor[:, None], p, 0.0).sum(dim=1, dtype=torch.float64)
-    mass = torch.where(ordered >= floor[:, None], ordered.exp(), 0.0).double()
-    above = mass.cumsum(dim=1) - mass
-    kept = (above < target[:, None]).sum(dim=1).clamp(min=1)
-    nucleus = ordered.gather(1, (kept - 1)[:, None])[:, 0]
+    target = top_p * torch.where(x >= floor[:, None], p, 0.0).sum(dim=1)
+    # Values below the floor need no mask here: they stand last, and the floor wins over them.
+    above = (ordered.exp().cumsum(dim=1, dtype=torch.float64) < target[:, None]).sum(dim=1)
+    nucleus = ordered.gather(1, above.clamp(max=ordered.shape[1] - 1)[:, None])[:, 0]
     return torch.where(top_p < 1, torch.maximum(floor, nucleus), floor)
 
 
