@@ -26,7 +26,7 @@ def gated_activation_kernel(p_x, p_out, width, x_stride, KIND: tl.constexpr, BLO
     b_gate = tl.load(p_row + o_col, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + width + o_col, mask=mask, other=0.0).to(tl.float32)
     if KIND == "silu":
-        b_gate = b_gate / (1.0 + tl.exp(-b_gate))
+        b_gate = b_gate * tl.sigmoid(b_gate)
     elif KIND == "gelu":
         b_gate = 0.5 * b_gate * (1.0 + tl.erf(b_gate * 0.7071067811865476))
     else:

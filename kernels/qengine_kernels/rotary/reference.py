@@ -11,5 +11,6 @@ def rotary_reference_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: 
     c, s = cos[:, None], sin[:, None]
     for x in (q, k):
         a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half] = a * c - b * s
-        x[..., half : 2 * half] = b * c + a * s
+        low, high = a * c - b * s, b * c + a * s
+        x[..., :half] = low
+        x[..., half : 2 * half] = high
