@@ -1,0 +1,63 @@
+"""Chat messages as the API allows them, made plain for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qengine.errors import RequestError
+
+
+def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their content as one string (text parts joined by line breaks); other fields as they are.
+
+    Raises RequestError for no messages, a missing role and parts that are not text.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError("messages is empty", param="messages", need="a list of {role, content}")
+    return [_flat_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _flat_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} has no role", param="messages", have=repr(message)[:80], need="{role, content}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_part_text(part, where) for part in content)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content has the wrong type",
+            param="messages",
+            have=type(content).__name__,
+            need="a text or a list of text parts",
+        )
+    return {**message, "content": content, **_tool_calls(message)}
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(f"{where} has a part that is not text", param="messages", have=repr(kind), need="type: text")
+
+
+def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Tool calls with their arguments as objects: the API sends them as JSON text, templates expect objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return {}
+    out = []
+    for call in calls:
+        function = dict(call.get("function") or {})
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError as e:
+                raise RequestError("tool_calls: arguments are not JSON", param="messages", have=str(e)) from e
+        out.append({**call, "function": function})
+    return {"tool_calls": out}
