@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,20 @@ def test_an_environment_variable_is_read_in_one_module() -> None:
         for name in environment_reads(ast.parse(path.read_text())):
             readers.setdefault(name, set()).add(module)
     assert {name: mods for name, mods in readers.items() if len(mods) > 1} == {}
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    """Nothing may be there only because something else happens to bring it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w.-]", need)[0].lower().replace("_", "-") for need in project["dependencies"]}
+    owners = metadata.packages_distributions()
+    missing = {}
+    for module, path in modules():
+        for name, _ in imports(ast.parse(path.read_text())):
+            top = name.split(".")[0]
+            if top.startswith("qengine") or top in sys.stdlib_module_names:
+                continue
+            found = {owner.lower().replace("_", "-") for owner in owners.get(top, [top])}
+            if not found & declared:
+                missing[top] = module
+    assert missing == {}
