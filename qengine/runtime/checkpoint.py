@@ -65,6 +65,13 @@ class Checkpoint:
         tensors = {name: header.tensors[name] for name, header in home.items()}
         return cls(folder, raw, quant, tensors, [*notes, *more], home)
 
+    @classmethod
+    def config_only(cls, folder: str | Path) -> Checkpoint:
+        """A model folder without its weights, for dummy ones: config.json and the quantisation config."""
+        raw = read_config(Path(folder))
+        quant, notes = find_quant_config(Path(folder), raw)
+        return cls(Path(folder), raw, quant, {}, notes)
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, as stored."""
         return read_tensor(self._home[name], name)

@@ -217,8 +217,10 @@ def _measured_bytes(leaves: Sequence[Leaf], info: DeviceInfo) -> dict[str, int]:
 
     def add(label: str, buffers: Mapping[str, torch.Tensor]) -> None:
         for t in buffers.values():
-            if t.data_ptr() not in seen:
-                seen.add(t.data_ptr())
+            # Opaque layouts (oneDNN's prepacked weights) have no address and are never shared.
+            place = t.data_ptr() if t.layout is torch.strided else id(t)
+            if place not in seen:
+                seen.add(place)
                 sizes[label] += t.numel() * t.element_size()
 
     for leaf in leaves:

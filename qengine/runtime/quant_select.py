@@ -13,6 +13,9 @@ from qengine.runtime.quant_config import QuantConfig
 
 DENSE = "dense"
 
+Load = Callable[[str], type[WeightQuant]]
+Names = Callable[[], Sequence[str]]
+
 
 @dataclass(frozen=True)
 class QuantChoice:
@@ -24,14 +27,18 @@ class QuantChoice:
     reason: str
 
 
+def _load(name: str) -> type[WeightQuant]:
+    return load_plugin("weight", name)
+
+
+def _names() -> list[str]:
+    return [plugin.name for plugin in list_plugins("weight")]
+
+
 def select_quant(
-    flag: str | None,
-    stored: QuantConfig | None,
-    *,
-    load: Callable[[str], type[WeightQuant]] = lambda name: load_plugin("weight", name),
-    names: Callable[[], Sequence[str]] = lambda: [p.name for p in list_plugins("weight")],
+    flag: str | None, stored: QuantConfig | None, *, load: Load = _load, names: Names = _names
 ) -> QuantChoice:
-    """`flag` is --quantization; `stored` is what the checkpoint says about itself.
+    """`flag` is --quantization; `stored` is what the checkpoint says about itself. `load` and `names` find plugins.
 
     Raises ConfigError when both are given and contradict each other (naming both), PluginError for an unknown or
     broken plugin, CheckpointError when no plugin reads the checkpoint's method or the plugin refuses its config.
@@ -57,9 +64,7 @@ def _methods(plugin: type[WeightQuant], name: str | None) -> set[str]:
     return {m for m in (plugin.name, name, *plugin.methods) if m}
 
 
-def _reader(
-    stored: QuantConfig, load: Callable[[str], type[WeightQuant]], names: Callable[[], Sequence[str]]
-) -> type[WeightQuant]:
+def _reader(stored: QuantConfig, load: Load, names: Names) -> type[WeightQuant]:
     """The plugin named like the method, else the one that lists it among its methods."""
     known = sorted(set(names()))
     if stored.method in known:

@@ -123,7 +123,7 @@ def read_tensor(header: FileHeader, name: str) -> torch.Tensor:
     if length:
         with header.path.open("rb", buffering=0) as f:
             f.seek(start)
-            view, done = memoryview(raw.numpy()), 0
+            view, done = memoryview(raw.numpy().data), 0
             while done < length:
                 count = f.readinto(view[done:])
                 if not count:
