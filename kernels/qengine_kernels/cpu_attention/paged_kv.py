@@ -1,0 +1,151 @@
+"""One layer's paged KV cache on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qengine_kernels.cpu_attention.plan import DecodePart, Plan, PrefillPart, make_plan, write_rows
+from qengine_kernels.cpu_attention.rows import RowMap
+
+SERIAL_ELEMENTS = 1 << 20
+"""Up to this many gathered elements a decode runs on one thread: waking the others for each of its five operations
+(about 60 us each) would cost more than they save."""
+
+
+@contextmanager
+def one_thread(threads: int) -> Iterator[None]:
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class CpuPagedKV:
+    """K and V of one layer, stored as `layout` says; everything is computed in float32.
+
+    storage           uint8 [num_blocks, at least layout.block_bytes]; block 0 is the null block and stays zero
+    k_scale, v_scale  float32 [num_kv_heads], multiply-to-dequantise; folded into the query and the result
+    encode, decode    the KV dtype's torch functions: [..., head_dim] float -> [..., row] stored, and back as the given
+                      float dtype
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        layout: Any,
+        spec: Any,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> None:
+        self.spec, self.layout = spec, layout
+        self.encode, self.decode = encode, decode
+        self.map = RowMap.of(layout, spec.num_kv_heads, storage.shape[1])
+        self.rows = self.map.view(storage, layout.dtype)
+        self.stored = (spec.num_kv_heads, layout.row)
+        self.key = repr((self.map, spec.num_heads, spec.sliding_window, spec.soft_cap))
+        scales = torch.stack([k_scale, v_scale]).float()
+        self.inverse = None if bool((scales == 1).all()) else (1.0 / scales)[:, None, :, None]
+        group = spec.num_heads // spec.num_kv_heads
+        self.scale = spec.scale
+        self.q_factor: torch.Tensor | None = None
+        if bool((scales[0] == scales[0, 0]).all()):
+            self.scale *= float(scales[0, 0])
+        else:
+            self.q_factor = scales[0].repeat_interleave(group)[:, None]
+        self.v_factor: torch.Tensor | None = None
+        if not bool((scales[1] == 1).all()):
+            self.v_factor = scales[1].repeat_interleave(group)[:, None]
+        self.kernel = "gather and float32 SDPA" if spec.soft_cap is None else "gather and float32 softmax (soft cap)"
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
+        """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
+        key = ("cpu write", group, self.key)
+        rows = batch.scratch.get(key)
+        if rows is None:
+            rows = batch.scratch[key] = write_rows(batch, group, self.map)
+        x = torch.stack([k, v])
+        if self.inverse is not None:
+            x = x * self.inverse
+        stored = self.encode(x).to(self.layout.dtype)
+        self.rows.index_copy_(0, rows, stored.view(-1, self.map.width))
+
+    def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
+        """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens."""
+        threads = torch.get_num_threads()
+        key = ("cpu attend", group, self.key)
+        plan: Plan | None = batch.scratch.get(key)
+        if plan is None:
+            plan = batch.scratch[key] = make_plan(batch, group, self.spec, self.map, threads)
+        x = q.to(torch.float32)
+        if self.q_factor is not None:
+            x = x * self.q_factor
+        if not plan.prefills:
+            out = self._decodes(x, plan, threads)
+        else:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            if plan.decodes:
+                out[: plan.num_decodes] = self._decodes(x[: plan.num_decodes], plan, threads)
+            for part in plan.prefills:
+                out[part.first : part.last] = self._prefill(x[part.first : part.last], part)
+        if self.v_factor is not None:
+            out = out * self.v_factor
+        return out.to(q.dtype)
+
+    def _gather(self, rows: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the given rows, decoded but not scaled: float32 [*shape, num_kv_heads, head_dim] each."""
+        stored = self.rows.index_select(0, rows).view(2, *shape, *self.stored)
+        k, v = self.decode(stored, torch.float32).unbind(0)
+        return k, v
+
+    def _decodes(self, q: torch.Tensor, plan: Plan, threads: int) -> torch.Tensor:
+        """q [num_decodes, heads, D] -> the same shape."""
+        if plan.order is not None:
+            q = q.index_select(0, plan.order)
+        with one_thread(threads if plan.decode_elements <= SERIAL_ELEMENTS else 1):
+            outs = [self._decode(q[p.first : p.last], p) for p in plan.decodes]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if plan.back is None else out.index_select(0, plan.back)
+
+    def _decode(self, q: torch.Tensor, part: DecodePart) -> torch.Tensor:
+        """q [batch, heads, D]: the query heads of one KV head are the rows of one product."""
+        batch, _, dim = q.shape
+        k, v = self._gather(part.rows, batch, part.length)
+        grouped = q.reshape(batch, self.spec.num_kv_heads, -1, dim)
+        return self._attention(grouped, k.transpose(1, 2), v.transpose(1, 2), part.mask, False).reshape(q.shape)
+
+    def _prefill(self, q: torch.Tensor, part: PrefillPart) -> torch.Tensor:
+        """q [n, heads, D] -> the same shape."""
+        n, heads, dim = q.shape
+        kv_heads = self.spec.num_kv_heads
+        k, v = self._gather(part.rows, part.length)
+        grouped = q.reshape(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        shape = (kv_heads, heads // kv_heads, part.length, dim)
+        keys, values = (t.transpose(0, 1)[:, None].expand(shape) for t in (k, v))
+        out = self._attention(grouped, keys, values, part.mask, part.mask is None)
+        return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+    def _attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        """q [a, b, n, D], k and v [a, b, L, D] -> [a, b, n, D]. `causal` means n == L."""
+        cap = self.spec.soft_cap
+        if cap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale)
+        scores = torch.tanh((q @ k.transpose(-1, -2)) * (self.scale / cap)) * cap
+        if causal:
+            n = q.shape[-2]
+            scores.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu_(1), float("-inf"))
+        elif mask is not None:
+            scores += mask
+        return scores.softmax(-1) @ v
