@@ -15,8 +15,9 @@ NextTokens = Callable[[list[list[int]], int], list[Candidates]]
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Names and meaning as in vLLM. Beams are ranked by the sum of raw log-softmax over
-    `length ** length_penalty`, where an end-of-sequence token adds its logprob but no length.
+    """Names as in vLLM. Beams are ranked by the sum of raw log-softmax over `length ** length_penalty`. `length`
+    counts generated tokens (as in transformers; vLLM counts the prompt too) without an end-of-sequence token, whose
+    logprob does count.
 
     `temperature` may only be 0 or 1: scaling would need the whole distribution of every step.
     """
@@ -26,8 +27,6 @@ class BeamSearchParams:
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in the ids of a finished beam's text."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):

@@ -138,7 +138,8 @@ class Tokenizer:
 
     def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The library's own decoding, for decoders that `plan` cannot describe."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        known = [i for i in token_ids if 0 <= i < self.vocab_size]
+        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
