@@ -83,5 +83,5 @@ class HeadNorm:
         query, key = self.norms
         if qk.is_cuda:
             heads = self.counts[0]
-            return torch.cat((query(qk[:, :heads].contiguous()), key(qk[:, heads:].contiguous())), dim=1)
+            return torch.cat((query(qk[:, :heads]), key(qk[:, heads:])), dim=1)
         return functional.rms_norm(qk.float(), (query.size,), None, query.eps).mul_(self.weight())

@@ -47,6 +47,9 @@ class Model(ABC):
         self.leaves = ctx.leaves
         self.attention = ctx.attention
 
+    def linears(self) -> list[Linear]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Linear)]
+
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         """input_ids int64 [T] -> hidden states [T, hidden_size] in the compute dtype, final norm applied."""

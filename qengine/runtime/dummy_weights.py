@@ -39,7 +39,7 @@ class DummySource:
         for leaf in leaves:
             for spec in leaf.specs if isinstance(leaf, Linear) else ():
                 # The head, tied or not, and embeddings stay 16-bit, as quantisers leave them.
-                head = spec.name in tables or spec.name.endswith("lm_head")
+                head = spec.name in tables or leaf.name.endswith("lm_head")
                 if quantizer is not None and not head and quantizer.accepts(spec) is None:
                     self._add_quantised(spec, quantizer)
                 else:
