@@ -24,7 +24,8 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body, or ApiError 413 when it is larger than `limit` bytes."""
     declared = request.headers.get("content-length", "0")
-    size, parts = 0, []
+    size = 0
+    parts: list[bytes] = []
     too_large = declared.isdecimal() and int(declared) > limit
     async for chunk in request.stream():
         size += len(chunk)
@@ -37,7 +38,8 @@ async def read_body(request: Request, limit: int) -> bytes:
             parts.append(chunk)
     if too_large:
         raise ApiError(
-            413, f"the request body is too large; have: more than {limit} bytes; need: at most {limit}",
+            413,
+            f"the request body is too large; have: more than {limit} bytes; need: at most {limit}",
             code="body_too_large",
         )
     return b"".join(parts)

@@ -26,7 +26,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 
@@ -44,9 +44,9 @@ class Completion(msgspec.Struct, kw_only=True):
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[CompletionChoice] = []
     object: Literal["text_completion"] = "text_completion"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -100,7 +100,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -109,7 +109,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

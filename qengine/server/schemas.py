@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from qengine.errors import RequestError
-from qengine.sampling_params import SamplingParams
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -203,22 +202,19 @@ _COPIED = (
 )
 
 
-def sampling_params(
-    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
-) -> SamplingParams:
-    """The body's sampling fields, checked. `max_tokens` None: as many as fit. Raises RequestError naming the field."""
+def sampling_fields(body: GenerationRequest) -> dict[str, Any]:
+    """The body's sampling fields under the names of SamplingParams, only those that were given. Raises RequestError
+    for what the two endpoints refuse alike; ranges are SamplingParams' own."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
     given = {name: getattr(body, name) for name in _COPIED if getattr(body, name) is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if body.best_of is not None and body.best_of != given.get("n", 1):
         raise RequestError("best_of is not supported", param="best_of", have=body.best_of, need="n, or left out")
-    return SamplingParams(
-        **given,
-        logit_bias=_logit_bias(body.logit_bias or {}),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    if body.logit_bias:
+        given["logit_bias"] = _logit_bias(body.logit_bias)
+    return given
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

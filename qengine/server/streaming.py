@@ -41,6 +41,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         await asyncio.gather(job, left, return_exceptions=True)
 
 
+def client_left() -> Response:
+    """What is returned when nobody is there to read it."""
+    return Response(status_code=499)
+
+
 class EventStream(Response):
     """Sends each value of `values` as an event, then [DONE]. An error on the way is an event in OpenAI form.
 

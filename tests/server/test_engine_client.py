@@ -6,15 +6,15 @@ import signal
 import time
 from pathlib import Path
 
-import fake_engine
 import pytest
-from toy_models import EOS, chain_map
 
+import fake_engine
 from qengine.config import EngineConfig
 from qengine.errors import EngineDeadError, UserError
 from qengine.messages import NewRequest, RequestOutput
 from qengine.sampling_params import SamplingParams
 from qengine.server.engine_client import EngineClient
+from toy_models import EOS, chain_map
 
 FACTORY = "fake_engine:build"
 

@@ -4,9 +4,10 @@ import pytest
 from msgspec import json
 
 from qengine.errors import RequestError
+from qengine.sampling_params import SamplingParams
 from qengine.server.body import decode_body
 from qengine.server.errors import ApiError
-from qengine.server.schemas import ChatRequest, CompletionRequest, refuse_unbuilt, sampling_params
+from qengine.server.schemas import ChatRequest, CompletionRequest, refuse_unbuilt, sampling_fields
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -94,7 +95,7 @@ def test_fields_that_ask_for_nothing_pass() -> None:
 def test_sampling_fields_out_of_range_are_named(fields: dict, param: str) -> None:
     body = decode_body(json.encode({"prompt": "a", **fields}), CompletionRequest)
     with pytest.raises(RequestError) as caught:
-        sampling_params(body, max_tokens=16, logprobs=None)
+        SamplingParams(**sampling_fields(body))
     assert caught.value.param == param
 
 
@@ -102,7 +103,7 @@ def test_sampling_fields_arrive() -> None:
     fields = {"temperature": 0, "top_p": 0, "top_k": 3, "min_p": 0.1, "seed": 2**64 - 1, "stop": "x", "n": 2}
     fields |= {"logit_bias": {"7": -1.5}, "stop_token_ids": [4], "bad_words": ["b"], "ignore_eos": True, "best_of": 2}
     body = decode_body(json.encode({"prompt": "a", **fields}), CompletionRequest)
-    p = sampling_params(body, max_tokens=9, logprobs=2)
+    p = SamplingParams(**sampling_fields(body))
     assert (p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.n) == (0, 0, 3, 0.1, 2**64 - 1, 2)
     assert (p.stop, p.stop_token_ids, p.bad_words, p.logit_bias) == (["x"], [4], ["b"], {7: -1.5})
-    assert (p.ignore_eos, p.max_tokens, p.logprobs) == (True, 9, 2)
+    assert p.ignore_eos is True
