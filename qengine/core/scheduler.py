@@ -98,6 +98,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Every request that has not ended."""
+        return list(self._requests)
+
     def check_idle(self) -> None:
         """When nothing is left to do, verify that every block came back. Raises IntegrityError."""
         if not self.has_work:

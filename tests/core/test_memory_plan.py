@@ -1,0 +1,159 @@
+"""The planner: what fits, what is refused, and with which numbers."""
+
+import dataclasses
+
+import pytest
+
+from qengine.core.memory import (
+    ActivationShape,
+    PlanInput,
+    activation_bytes,
+    format_bytes,
+    group_layers,
+    most_tokens,
+    plan,
+    storage_bytes,
+)
+from qengine.core.step import KVGroupSpec, blocks_for
+from qengine.errors import CapacityError
+
+MIB, GIB = 2**20, 2**30
+
+
+def tiny(token_bytes: int = 1024, **changes: object) -> PlanInput:
+    """The 2-layer test model: 1024 bytes of KV a token in 16 bits, half of it in fp8, a pool of 1 MiB."""
+    values: dict[str, object] = {
+        "total": GIB,
+        "free": GIB,
+        "weights": {"16-bit": 4 * MIB},
+        "activations": MIB,
+        "groups": [KVGroupSpec(None, [0, 1])],
+        "block_bytes": token_bytes * 16,
+        "block_size": 16,
+        "max_chunk": 512,
+        "model_max_len": 131072,
+        "kv_cache_memory_bytes": MIB,
+        "alternatives": {"--kv-dtype fp8": 512.0} if token_bytes > 512 else {},
+    }
+    return PlanInput(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("token_bytes", "blocks", "tokens"), [(1024, 64, 1024), (512, 128, 2048)])
+def test_capacity_doubles_in_fp8(token_bytes: int, blocks: int, tokens: int) -> None:
+    result = plan(tiny(token_bytes))
+    assert result.num_usable_blocks == blocks
+    assert result.num_blocks == blocks + 1, "the null block comes on top"
+    assert result.null_block_bytes == token_bytes * 16
+    assert result.kv_tokens == result.max_model_len == tokens
+    assert result.kv_bytes == MIB
+    assert result.concurrency(tokens // 4) == 4.0
+    assert f"Maximum concurrency for {tokens:,} tokens per request: 1.00x" in result.lines()
+
+
+def test_too_long_shows_both_sides_and_the_alternative() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(max_model_len=4096, free=8 * MIB))
+    for part in ("1024 tokens", "1048576 bytes", "4096 tokens", "4194304 bytes", "fp8 holds only 2048 tokens"):
+        assert part in str(error.value)
+    assert "--max-model-len 1024" in str(error.value.hint)
+
+
+def test_the_change_that_fits_is_named() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(max_model_len=1500))
+    assert error.value.hint == "--kv-dtype fp8 (holds 2048 tokens)"
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(512, max_model_len=4096))
+    assert error.value.hint == f"--kv-cache-memory-bytes {2 * MIB}"
+    assert plan(tiny(512, max_model_len=4096, kv_cache_memory_bytes=2 * MIB)).max_model_len == 4096
+
+
+def test_length_is_capped_by_the_model() -> None:
+    assert plan(tiny(model_max_len=512)).max_model_len == 512
+    with pytest.raises(CapacityError, match="have: 2048 tokens; need: at most 512"):
+        plan(tiny(model_max_len=512, max_model_len=2048))
+
+
+def test_budget_is_the_smaller_of_share_and_free_less_reserve() -> None:
+    neighbour = tiny(total=15 * GIB, free=6 * GIB, reserve=GIB, kv_cache_memory_bytes=None, utilization=0.9)
+    assert neighbour.budget == 5 * GIB
+    assert neighbour.others == 9 * GIB
+    alone = dataclasses.replace(neighbour, free=15 * GIB)
+    assert alone.budget == int(0.9 * 15 * GIB)
+    result = plan(neighbour)
+    assert result.planned <= neighbour.budget < result.planned + neighbour.block_bytes
+    assert sum(size for name, size in result.items()[5:]) == result.planned
+
+
+def test_no_room_names_one_change() -> None:
+    big = {"16-bit": 900 * MIB}
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(weights=big, kv_cache_memory_bytes=None, utilization=0.5))
+    assert error.value.hint == "--gpu-memory-utilization 0.88"
+    assert plan(tiny(weights=big, kv_cache_memory_bytes=None, utilization=0.88)).num_usable_blocks > 0
+    with pytest.raises(CapacityError, match="--max-num-batched-tokens"):
+        plan(tiny(weights=big, activations=200 * MIB, kv_cache_memory_bytes=None, utilization=1.0))
+    with pytest.raises(CapacityError, match="more free memory"):
+        plan(tiny(weights={"16-bit": 2 * GIB}, kv_cache_memory_bytes=None))
+
+
+def test_claimed_cache_must_be_free() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(kv_cache_memory_bytes=2 * GIB))
+    hint = str(error.value.hint)
+    assert hint.startswith("--kv-cache-memory-bytes ")
+    assert plan(tiny(kv_cache_memory_bytes=int(hint.split()[-1]))).num_usable_blocks > 0
+    with pytest.raises(CapacityError, match="the KV cache is too small"):
+        plan(tiny(kv_cache_memory_bytes=1000))
+
+
+def test_groups_of_equal_size() -> None:
+    assert group_layers([None] * 3) == [KVGroupSpec(None, [0, 1, 2])]
+    assert group_layers([7, None, 7, None]) == [KVGroupSpec(7, [0, 2]), KVGroupSpec(None, [1, 3])]
+    gemma3 = [None if (i + 1) % 6 == 0 else 512 for i in range(26)]
+    groups = group_layers(gemma3)
+    assert [len(g.layers) for g in groups] == [4, 4, 4, 4, 4, 2, 4]
+    assert sorted(layer for g in groups for layer in g.layers) == list(range(26))
+    assert all(gemma3[layer] == g.window for g in groups for layer in g.layers)
+    nearly = group_layers([None] * 10 + [64] * 12)
+    assert [len(g.layers) for g in nearly] == [10, 12], "two unused slots instead of eight"
+
+
+def test_storage_holds_the_largest_layer_of_each_slot() -> None:
+    groups = [KVGroupSpec(None, [0, 2]), KVGroupSpec(8, [1])]
+    assert storage_bytes(groups, [100, 300, 200]) == [300, 200]
+
+
+def test_sliding_window_needs_no_more_than_its_span() -> None:
+    full, window = KVGroupSpec(None, [0]), KVGroupSpec(100, [1])
+    assert window.max_blocks(40, 16, 8) == 3
+    assert window.max_blocks(10_000, 16, 1) == 8
+    worst = max(
+        (start + n - 1) // 16 - window.first_block(start, 16) + 1 for start in range(2000) for n in range(1, 33)
+    )
+    assert window.max_blocks(10_000, 16, 32) == worst
+    assert most_tokens([full], 64, 16, 512, 9999) == 1024
+    assert most_tokens([window], 15, 16, 32, 9999) == 9999
+    assert most_tokens([full, window], 64 + worst, 16, 32, 9999) == 1024
+    assert blocks_for([full, window], 1024, 16, 32) == 64 + worst
+
+
+def test_tokens_of_a_mixed_model_count_windows_once() -> None:
+    groups = [KVGroupSpec(None, [0]), KVGroupSpec(64, [1])]
+    result = plan(tiny(groups=groups, block_bytes=8192, max_model_len=1024, model_max_len=1024, max_chunk=64))
+    per_request = 64 + 9
+    assert result.num_usable_blocks == 128
+    assert result.concurrency(1024) == 128 / per_request
+    assert result.kv_tokens == 128 * 1024 // per_request
+
+
+def test_activation_peak_is_the_largest_phase() -> None:
+    shape = ActivationShape(256, 512, 320, 4, 2, 64, itemsize=2, residual_itemsize=4)
+    mlp = 512 * (256 * 8 + (3 * 512 + 256) * 2)
+    assert activation_bytes(shape, 512, 4) == mlp
+    assert activation_bytes(dataclasses.replace(shape, vocab=100_000), 512, 64) == 512 * 256 * 8 + 64 * 100_000 * 22
+    assert activation_bytes(dataclasses.replace(shape, workspace=77), 512, 4) == mlp + 77
+
+
+def test_bytes_are_readable() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * GIB)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
