@@ -25,7 +25,6 @@ class Engine:
         self.facts = facts
         self.steps = 0
         self.last_progress = time.monotonic()
-        self.nonfinite_requests = 0
         self._refused: list[RequestOutput] = []
         self._announced: set[str] = set()
 
@@ -103,7 +102,6 @@ class Engine:
                     num_cached_tokens=request.num_cached_tokens if first else 0,
                 )
             )
-            self.nonfinite_requests += request.error is not None
             if p.finished:
                 self._forget(request.request_id)
         return out
@@ -120,9 +118,9 @@ class Engine:
             last_progress=self.last_progress,
             num_running=s.num_running,
             num_waiting=s.num_waiting,
-            kv_blocks_total=p.total,
-            kv_blocks_used=p.used,
-            kv_blocks_cached=p.cached,
+            kv_blocks_total=p.blocks_total,
+            kv_blocks_used=p.blocks_used,
+            kv_blocks_cached=p.blocks_cached,
             kv_slots_allocated=p.slots_allocated,
             kv_slots_wasted=p.slots_wasted,
             prefix_cache_queries=s.counters.prefix_queries,
@@ -130,9 +128,9 @@ class Engine:
             num_preemptions=s.counters.preemptions,
             prompt_tokens=s.counters.prompt_tokens,
             generation_tokens=s.counters.generation_tokens,
-            nonfinite_requests=self.nonfinite_requests,
+            nonfinite_requests=s.counters.nonfinite_requests,
         )
 
     def shutdown(self) -> None:
         """Abort everything; the device memory goes with the object."""
-        self.abort(self.scheduler.request_ids())
+        self.abort(self.scheduler.request_ids)

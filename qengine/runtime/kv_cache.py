@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qengine.core.memory import storage_bytes
 from qengine.core.step import KVGroupSpec
 from qengine.errors import CapabilityError
 from qengine.layers.attention import Attention
@@ -55,12 +56,6 @@ def layer_layouts(
     return out
 
 
-def slot_bytes(groups: Sequence[KVGroupSpec], layouts: Sequence[KVLayout]) -> list[int]:
-    """Bytes of one block in each storage tensor: the largest layout among the layers that share it."""
-    width = max((len(g.layers) for g in groups), default=0)
-    return [max(layouts[g.layers[j]].block_bytes for g in groups if j < len(g.layers)) for j in range(width)]
-
-
 def allocate(
     layers: Sequence[Attention],
     groups: Sequence[KVGroupSpec],
@@ -73,9 +68,8 @@ def allocate(
     dtype: torch.dtype,
 ) -> KVCache:
     """Allocate zeroed storage for `num_blocks` blocks (the null block included) and bind every attention layer."""
-    storage = [
-        torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for size in slot_bytes(groups, layouts)
-    ]
+    sizes = storage_bytes(groups, [layout.block_bytes for layout in layouts])
+    storage = [torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for size in sizes]
     for g, group in enumerate(groups):
         for j, i in enumerate(group.layers):
             layer = layers[i]

@@ -10,7 +10,7 @@ import torch
 from qengine.core.request import Request
 from qengine.core.step import SampledToken, Step
 from qengine.messages import TokenLogprobs
-from qengine.models.registry import Model
+from qengine.models.model import Model
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
 from qengine.runtime.sampler import Sampler, logprobs_of

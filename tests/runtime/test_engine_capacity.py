@@ -1,0 +1,39 @@
+"""CASES C16: an fp8 cache really holds twice the tokens, and a length that cannot fit is refused with the numbers."""
+
+from pathlib import Path
+
+import pytest
+from toy_engine import toy_engine
+from toy_models import make_tiny
+
+from qengine.errors import CapacityError
+
+POOL = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", max_position_embeddings=131072)
+
+
+@pytest.mark.parametrize(("kv", "tokens", "bytes_per_token"), [("auto", 1024, 1024), ("fp8", 2048, 512)])
+def test_auto_length_is_the_pool(tiny: Path, kv: str, tokens: int, bytes_per_token: int) -> None:
+    engine = toy_engine(tiny, dtype="bfloat16", kv_cache_dtype=kv, kv_cache_memory_bytes=POOL)
+    assert engine.facts.max_model_len == tokens
+    assert engine.facts.kv_tokens == tokens
+    blocks = engine.stats().kv_blocks_total
+    assert blocks == tokens // 16
+    # The storage holds the pool and one null block on top, which the report states.
+    assert engine.runner.cache.nbytes == POOL + 16 * bytes_per_token
+    assert any("null block" in line for line in engine.facts.report)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_a_longer_length_is_refused_with_both_numbers(tiny: Path, kv: str) -> None:
+    with pytest.raises(CapacityError) as e:
+        toy_engine(tiny, dtype="bfloat16", kv_cache_dtype=kv, kv_cache_memory_bytes=POOL, max_model_len=4096)
+    text = str(e.value)
+    assert "4096" in text.replace(",", "")
+    assert ("1024" if kv == "auto" else "2048") in text.replace(",", "")
+    if kv == "auto":
+        assert "fp8" in text and "2048" in text.replace(",", "")
