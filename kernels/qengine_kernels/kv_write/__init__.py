@@ -21,7 +21,7 @@ def write_kv(
     """Store token t's K and V at slot slot_mapping[t], encoded; a negative slot is skipped.
 
     k, v             [T, Hkv, D] float, any strides but 1 in the last dimension
-    storage          uint8 [num_blocks, block_bytes]
+    storage          uint8 [num_blocks, at least layout.block_bytes]
     layout           where vectors lie in a block (an object with the fields of `qengine.plugin.KVLayout`)
     slot_mapping     int64 [T]: block * block_size + offset
     *_inverse_scale  float32 [Hkv]; values are multiplied by it before `encode(x, NATIVE)`, a Triton device function

@@ -81,11 +81,11 @@ def launch_write_kv(
         raise ValueError("write_kv needs k and v contiguous in their last dimension")
     if tokens == 0:
         return
-    config = write_kv_config(heads, head_dim)
+    config, cache = write_kv_config(heads, head_dim), storage.view(layout.dtype)
     write_kv_kernel[(tokens, ceil_div(heads, config["HEADS"]))](
         k,
         v,
-        storage.view(layout.dtype),
+        cache,
         slot_mapping,
         k_inverse_scale,
         v_inverse_scale,
@@ -94,7 +94,7 @@ def launch_write_kv(
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        layout.block_elements,
+        cache.stride(0),
         layout.k_offset,
         layout.v_offset,
         layout.token_stride,

@@ -20,7 +20,7 @@ COMBINE_SPLITS = 8
 class TritonPagedKV:
     """K and V of one layer in a paged cache, written and read by Triton kernels with injected device functions.
 
-    storage        uint8 [num_blocks, block_bytes]; block 0 is the null block and holds zeros
+    storage        uint8 [num_blocks, at least layout.block_bytes]; block 0 is the null block and holds zeros
     layout, spec   objects with the fields of `qengine.plugin.KVLayout` and `AttentionSpec`
     k_scale, ...   float32 [num_kv_heads], multiply-to-dequantise
     functions      an object with `encode` and `decode`, Triton device functions (`qengine.plugin.KVFunctions`)
@@ -155,7 +155,7 @@ class TritonPagedKV:
             table.stride(0),
             q.stride(0),
             q.stride(1),
-            layout.block_elements,
+            self.cache.stride(0),
             layout.k_offset,
             layout.v_offset,
             layout.token_stride,
@@ -196,7 +196,7 @@ class TritonPagedKV:
             self.v_scale,
             low,
             high,
-            layout.block_elements,
+            self.cache.stride(0),
             layout.k_offset,
             layout.v_offset,
             layout.token_stride,

@@ -1,0 +1,157 @@
+"""4-bit linears against float32 torch on codes that the test knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qengine_awq.kernels import unpack_nibble
+from qengine_kernels.launch import Chip
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
+from qengine_kernels.wna16_gemm import (
+    PackedWeight,
+    normal_group_size,
+    pack_codes,
+    packed_bytes,
+    unpack_words,
+    wna16_matmul,
+)
+from qengine_kernels.wna16_gemm.config import plan_gemm
+from qengine_kernels.wna16_gemm.launcher import dequantize
+from qengine_kernels.wna16_gemm.reference import dequantize_reference, wna16_reference
+
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+# K, N, group size: plain, narrow slices, one group, ragged last group, group smaller than a slice tile, K not % 8
+SHAPES = [(256, 128, 128), (576, 72, 64), (192, 64, -1), (96, 8, 64), (200, 136, 32), (128, 40, 16), (77, 64, 30)]
+
+
+def weight_of(
+    k: int, n: int, group_size: int, device: torch.device, zeros: bool = True
+) -> tuple[PackedWeight, torch.Tensor]:
+    """A packed weight and its dense float32 meaning [K, N], computed from the codes and not from the packing."""
+    group = normal_group_size(group_size, k)
+    groups = -(-k // group)
+    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
+    zero = torch.randint(0, 16, (groups, n), dtype=torch.uint8)
+    scales = (torch.rand(groups, n) * 0.05 + 0.01).half()
+    row = torch.arange(k) // group
+    dense = (codes.float() - (zero.float()[row] if zeros else 8.0)) * scales.float()[row]
+    zero_or_none = zero.to(device) if zeros else None
+    packed = PackedWeight(pack_codes(codes.to(device)), scales.to(device), zero_or_none, k, group)
+    return packed, dense.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
+@pytest.mark.parametrize(("m", "route"), [(1, "gemv"), (3, "gemv"), (17, "gemm"), (70, "gemm"), (5, "dequantize")])
+@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+def test_matches_reference(
+    shape: tuple[int, int, int], m: int, route: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, dense = weight_of(*shape, device)
+    x = torch.randn(m, shape[0]).to(dtype).to(device)
+    bias = torch.randn(shape[1]).to(dtype).to(device)
+    with poisoned_empty():
+        got = wna16_matmul(x, weight, bias, unpack_nibble, route=route)  # type: ignore[arg-type]
+    assert got.dtype == dtype
+    assert_close(route, got, x.float() @ dense + bias.float(), LIMITS[dtype])
+
+
+@pytest.mark.parametrize("route", ["gemv", "gemm", "dequantize"])
+def test_without_zeros_and_bias_the_zero_is_8(route: str, device: torch.device) -> None:
+    weight, dense = weight_of(200, 64, 64, device, zeros=False)
+    x = torch.randn(4, 200, device=device)
+    with poisoned_empty():
+        got = wna16_matmul(x, weight, None, unpack_nibble, route=route)  # type: ignore[arg-type]
+    assert_close(route, got, x @ dense, 1e-5)
+    with pytest.raises(KernelMismatch):
+        assert_close("zero 7", got, x @ (dense + weight.scales.float()[torch.arange(200) // 64]), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("route", "multiprocessors", "splits"), [("gemm", 1, 2), ("gemv", 1, 4), ("gemv", 64, 5), ("gemm", 64, 5)]
+)
+def test_any_split_of_k(route: str, multiprocessors: int, splits: int, device: torch.device) -> None:
+    """A chip with more multiprocessors cuts K finer; the last split is short (149 word rows)."""
+    chip = Chip(80, 163 * 1024, multiprocessors)
+    assert plan_gemm(chip, 2, 64, 1192, 4, route).splits == splits  # type: ignore[arg-type]
+    weight, dense = weight_of(1192, 64, 32, device)
+    x, bias = torch.randn(2, 1192, device=device), torch.randn(64, device=device)
+    with poisoned_empty():
+        got = wna16_matmul(x, weight, bias, unpack_nibble, chip, route)  # type: ignore[arg-type]
+    assert_close("split", got, x @ dense + bias, 1e-5)
+
+
+def test_dequantises_any_columns(device: torch.device) -> None:
+    weight, dense = weight_of(136, 200, 24, device)
+    plan = plan_gemm(Chip.known(90), 1000, 200, 136, 2)
+    assert plan.route == "dequantize"
+    out = torch.full((136, 72), float("nan"), device=device)
+    dequantize(weight, unpack_nibble, out, 64, plan)
+    assert torch.equal(out, dense[:, 64:136])
+
+
+def test_chunks_of_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scratch too small for the whole weight: 64 columns at a time, the last chunk short."""
+    monkeypatch.setattr("qengine_kernels.wna16_gemm.launcher.SCRATCH_BYTES", 200 * 64 * 4)
+    weight, dense = weight_of(200, 136, 32, device)
+    x, bias = torch.randn(40, 200, device=device), torch.randn(136, device=device)
+    with poisoned_empty():
+        got = wna16_matmul(x, weight, bias, unpack_nibble, Chip.known(75))
+    assert_close("chunks", got, x @ dense + bias, 1e-5)
+
+
+def test_routes_by_chip() -> None:
+    def routes(chip: Chip) -> list[str]:
+        return [plan_gemm(chip, m, 4096, 4096, 2).route for m in (1, 4, 5, 16, 17, 256, 257)]
+
+    assert routes(Chip.known(75)) == ["gemv"] * 4 + ["dequantize"] * 3
+    assert routes(Chip.known(90)) == ["gemv"] * 2 + ["gemm"] * 4 + ["dequantize"]
+
+
+def test_strided_and_empty_x(device: torch.device) -> None:
+    weight, dense = weight_of(64, 32, 32, device)
+    wide = torch.randn(3, 200, device=device)
+    assert_close("rows", wna16_matmul(wide[:, 8:72], weight, None, unpack_nibble), wide[:, 8:72] @ dense, 1e-5)
+    columns = torch.randn(64, 3, device=device).T
+    assert_close("columns", wna16_matmul(columns, weight, None, unpack_nibble), columns @ dense, 1e-5)
+    assert wna16_matmul(wide[:0, :64], weight, None, unpack_nibble).shape == (0, 32)
+    with pytest.raises(ValueError, match="200 columns, the weight 64 rows"):
+        wna16_matmul(wide, weight, None, unpack_nibble)
+
+
+@pytest.mark.parametrize("k", [8, 77, 200, 576, 1024])
+def test_packing_round_trip_and_bytes(k: int) -> None:
+    codes = torch.randint(0, 16, (k, 24), dtype=torch.uint8)
+    words = pack_codes(codes)
+    assert torch.equal(unpack_words(words, k), codes)
+    weight, dense = weight_of(k, 24, 32, torch.device("cpu"))
+    assert torch.equal(dequantize_reference(weight), dense)
+    held = [weight.words, weight.scales, weight.zeros]
+    assert packed_bytes(k, 24, min(32, k), True) == sum(t.numel() * t.element_size() for t in held if t is not None)
+
+
+def test_wrong_readings_fail() -> None:
+    """Control: shifted zeros, swapped nibble order and the wrong group are all outside the limits."""
+    weight, dense = weight_of(128, 64, 32, torch.device("cpu"))
+    x = torch.randn(8, 128)
+    want = x @ dense
+    assert_close("right", wna16_reference(x, weight), want, 1e-5)
+    zeros = weight.zeros
+    assert zeros is not None
+    swapped = ((weight.words & 0x0F0F0F0F) << 4) | ((weight.words >> 4) & 0x0F0F0F0F)
+    for name, wrong in (
+        ("zero", PackedWeight(weight.words, weight.scales, zeros + 1, 128, 32)),
+        ("nibble", PackedWeight(swapped, weight.scales, zeros, 128, 32)),
+        ("group", PackedWeight(weight.words, weight.scales.roll(1, 0), zeros.roll(1, 0), 128, 32)),
+    ):
+        with pytest.raises(KernelMismatch):
+            assert_close(name, wna16_reference(x, wrong), want, max(LIMITS.values()))
+
+
+def test_senseless_group_sizes_are_refused() -> None:
+    assert (normal_group_size(-1, 64), normal_group_size(128, 64), normal_group_size(32, 64)) == (64, 64, 32)
+    for bad in (0, -2):
+        with pytest.raises(ValueError, match=str(bad)):
+            normal_group_size(bad, 64)
