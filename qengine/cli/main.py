@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Sequence
 
 from qengine import __version__
-from qengine.cli import plugins, pull, serve
+from qengine.cli import inspect, plugins, pull, serve
 from qengine.cli.options import Parser, dashed, refuse_unknown
 from qengine.errors import UserError
 
-COMMANDS = (serve, pull, plugins)
+COMMANDS = (serve, pull, plugins, inspect)
 DEBUG_ENV = "QENGINE_DEBUG"
 USER_ERROR = 2
 INTERRUPTED = 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -151,6 +152,21 @@ def config_from(config: type[C], args: argparse.Namespace) -> C:
         if isinstance(value, list) and typing.get_origin(hints[name]) is not list:
             values[name] = tuple(value)
     return config(**values)
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """MODEL, given in its place, is --model."""
+    model = args.positional_model
+    if model is None:
+        return
+    if getattr(args, "model", model) != model:
+        raise ConfigError("two models", have=f"{model} and --model {args.model}", need="one")
+    args.model = model
+
+
+def say(line: str) -> None:
+    """Progress for people: stderr, so that stdout holds nothing but results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qengine.cli.serve import say
+from qengine.cli.options import say
 
 NAME = "pull"
 HELP = "Fetch the demo model or a hub model into the cache"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from qengine.cli.options import UNITS_NOTE, add_options, config_from
+from qengine.cli.options import UNITS_NOTE, add_options, config_from, take_model
 from qengine.config import EngineConfig
-from qengine.errors import ConfigError
 from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
 
@@ -28,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.positional_model is not None:
-        if getattr(args, "model", args.positional_model) != args.positional_model:
-            raise ConfigError("two models", have=f"{args.positional_model} and --model {args.model}", need="one")
-        args.model = args.positional_model
+    take_model(args)
     engine_config = config_from(EngineConfig, args)
     server_config = config_from(ServerConfig, args)
 
@@ -43,7 +38,3 @@ def run(args: argparse.Namespace) -> int:
     from qengine.server.run import serve
 
     return serve(engine_config, server_config)  # the engine's process prepares the model
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
