@@ -19,7 +19,7 @@ from qengine.plugin import (
     TensorNeed,
     WeightQuant,
 )
-from qengine_kernels.cpu_linear import DenseCpuLinear, dense_bytes, tuning
+from qengine_kernels.cpu_linear import DenseCpuLinear, Way, dense_bytes, tuning
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -55,16 +55,25 @@ class DenseCpuOp(LinearOp):
 
 
 class DenseScheme(LinearScheme):
-    """weight [out, in] and perhaps bias [out], converted to the compute dtype."""
+    """weight [out, in] and perhaps bias [out], converted to the compute dtype. `small`: never more bytes than that,
+    even where this CPU multiplies float32 copies faster."""
 
     format = "16-bit"
 
-    def __init__(self, code: str = "BF16") -> None:
-        self.format = "float32" if code in ("F32", "F64") else "16-bit"
+    def __init__(self, small: bool = False) -> None:
+        self.small = small
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("dense",)
+        return ("dense", self.small)
+
+    def way(self) -> Way:
+        """How a CPU multiplies bfloat16."""
+        fastest = tuning().dense
+        return "plain" if self.small and fastest == "float32" else fastest
+
+    def compact(self) -> DenseScheme | None:
+        return DenseScheme(small=True) if self.way() == "float32" else None
 
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         weight = TensorNeed("weight", (spec.out_features, spec.in_features), FLOATS, output_dim=0, input_dim=1)
@@ -74,7 +83,7 @@ class DenseScheme(LinearScheme):
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
         if device.type == "cuda":
             return (spec.in_features + spec.bias) * spec.out_features * dtype.itemsize
-        return dense_bytes(spec.out_features, spec.in_features, spec.bias, dtype, tuning().dense)
+        return dense_bytes(spec.out_features, spec.in_features, spec.bias, dtype, self.way())
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         if device.type == "cuda" and device.sm < 75:
@@ -91,7 +100,7 @@ class DenseScheme(LinearScheme):
         weight = join([s.tensors.pop("weight") for s in shards])
         bias = join([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
         if device.type == "cpu":
-            return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, tuning().dense))
+            return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, self.way()))
         weight = weight.to(device, dtype)
         return DenseCudaOp(weight, None if bias is None else bias.to(device, dtype))
 
@@ -117,5 +126,4 @@ class DenseQuant(WeightQuant):
 
     def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
         """None without a `weight`. A weight of another dtype or shape is left to the accounting, which names it."""
-        weight = tensors.get("weight")
-        return None if weight is None else DenseScheme(weight.dtype)
+        return DenseScheme() if "weight" in tensors else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -39,6 +40,10 @@ class Linear(Leaf):
     def resolve(self, schemes: Sequence[LinearScheme]) -> None:
         self.schemes = list(schemes)
 
+    def compact(self) -> None:
+        """Take the variant of each scheme that keeps fewer bytes, where there is one; before `load`."""
+        self.schemes = [scheme.compact() or scheme for scheme in self.schemes]
+
     def needs(self) -> list[tuple[str, TensorNeed]]:
         return [
             (f"{spec.name}.{need.leaf}", need)
@@ -59,8 +64,9 @@ class Linear(Leaf):
     def resident_bytes(self, info: DeviceInfo) -> dict[str, int]:
         """Bytes that `load` will keep, by format."""
         total: dict[str, int] = {}
-        for spec, scheme in zip(self.specs, self.schemes, strict=True):
-            total[scheme.format] = total.get(scheme.format, 0) + scheme.resident_bytes(spec, info, self.dtype)
+        for scheme, specs in self.runs():
+            fused = replace(specs[0], out_features=sum(spec.out_features for spec in specs))
+            total[scheme.format] = total.get(scheme.format, 0) + scheme.resident_bytes(fused, info, self.dtype)
         return total
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -105,11 +105,19 @@ class LinearScheme(ABC):
 
     @abstractmethod
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
-        """Bytes that `bind` will keep for this linear; pure, used by the planner before anything is read."""
+        """Bytes that `bind` will keep for this linear; pure, used by the planner before anything is read.
+
+        Of shards that run fused, `spec` is the whole: the first one's name, all their outputs.
+        """
 
     @abstractmethod
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         """Pure; needs no GPU."""
+
+    def compact(self) -> LinearScheme | None:
+        """A variant that keeps fewer bytes and is slower (no dense copy beside int4 on a CPU, for instance), or None.
+        The engine takes it for every linear when memory is short, before anything is read."""
+        return None
 
     @abstractmethod
     def bind(

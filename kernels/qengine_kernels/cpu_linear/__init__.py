@@ -4,7 +4,7 @@ Which 16-bit GEMM is fastest, up to which batch int4 wins and when a second thre
 CPUs, so `tuning` measures them once per process on representative shapes (about a tenth of a second).
 """
 
-from qengine_kernels.cpu_linear.dense import DenseCpuLinear, dense_bytes
+from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
 from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group
 from qengine_kernels.cpu_linear.tuning import CpuTuning, threads_for, tuning
 
@@ -12,6 +12,7 @@ __all__ = [
     "CpuTuning",
     "DenseCpuLinear",
     "Int4CpuLinear",
+    "Way",
     "dense_bytes",
     "int4_bytes",
     "int4_group",

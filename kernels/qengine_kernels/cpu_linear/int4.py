@@ -36,17 +36,27 @@ def int4_group(in_features: int, group_size: int) -> int | None:
     return next((g for g in GROUPS if group % g == 0 and in_features % g == 0), None)
 
 
+def used_group(in_features: int, group_size: int, dtype: torch.dtype, limit: int, keep_dense: bool) -> int | None:
+    """The kernel group that Int4CpuLinear packs for; None where it keeps dequantised weights only: other dtypes than
+    bfloat16, unknown groups, and a dense copy that is faster for every M (`limit` 0)."""
+    if dtype is not torch.bfloat16 or (limit < 1 and keep_dense):
+        return None
+    return int4_group(in_features, group_size)
+
+
 def int4_bytes(
     out_features: int,
     in_features: int,
     group_size: int,
     bias: bool,
-    keep_dense: bool,
     dtype: torch.dtype,
+    *,
+    limit: int,
     preferred: Way,
+    keep_dense: bool = True,
 ) -> int:
-    """Bytes that Int4CpuLinear keeps; `preferred` is the dense way for bf16 (see `tuning().dense`)."""
-    group = int4_group(in_features, group_size) if dtype is torch.bfloat16 else None
+    """Bytes that Int4CpuLinear keeps; `limit` and `preferred` as there."""
+    group = used_group(in_features, group_size, dtype, limit, keep_dense)
     if group is None:
         return dense_bytes(out_features, in_features, bias, dtype, preferred)
     rows = round_up(out_features, ROWS)
@@ -67,9 +77,9 @@ class Int4CpuLinear:
     codes [N, K] unsigned 0..15 (uint8 or int32), scales and zeros [N, G] (zeros in codes; floats are fine), group
     size in inputs or -1, the last group may be short; bias [N] or None. Activations and results are of `dtype`.
 
-    With `dtype` bfloat16 the int4 kernel runs up to `limit` rows and a dense copy above it (`keep_dense` False: int4
-    always, fewer bytes, slower on large batches). Any other dtype, or a group size the kernel does not know, keeps
-    only dequantised weights; float32 is then exact. `kernel` says which.
+    With `dtype` bfloat16 the int4 kernel runs up to `limit` rows (`tuning().int4_limit`) and a dense copy above it
+    (`keep_dense` False: int4 always, fewer bytes, slower on large batches). Any other dtype, or a group size the kernel
+    does not know, keeps only dequantised weights; float32 is then exact. `kernel` says which.
     """
 
     def __init__(
@@ -87,7 +97,7 @@ class Int4CpuLinear:
     ) -> None:
         self.out_features, self.in_features = codes.shape
         self.dtype = dtype
-        self.group = int4_group(self.in_features, group_size) if dtype is torch.bfloat16 else None
+        self.group = used_group(self.in_features, group_size, dtype, limit, keep_dense)
         self.packed: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.dense: DenseCpuLinear | None = None
@@ -98,7 +108,7 @@ class Int4CpuLinear:
             self.dense = DenseCpuLinear(weight, dense_bias, dtype, preferred)
             del weight
         if self.group is None:
-            why = "no int4 kernel for this dtype" if dtype is not torch.bfloat16 else f"no int4 for g{group_size}"
+            why = f"int4 needs bfloat16 and groups of {GROUPS}" if limit else "faster than int4 for every M, measured"
             assert self.dense is not None
             self.kernel = f"dequantised {self.dense.kernel} ({why})"
             return
