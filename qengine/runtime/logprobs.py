@@ -23,7 +23,8 @@ def logprobs_of(
     rows = logits.shape[0]
     ks = [k] * rows if isinstance(k, int) else list(k)
     most = min(max(ks, default=0), logits.shape[1])
-    ids = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device).view(rows, 1)
+    given = token_ids if isinstance(token_ids, torch.Tensor) else torch.tensor(token_ids, dtype=torch.int64)
+    ids = given.to(logits.device, non_blocking=True).view(rows, 1)
     chosen = logits.gather(1, ids)
     rank = (logits > chosen).sum(dim=1, keepdim=True) + 1
     top, top_ids = logits.topk(most, dim=1)

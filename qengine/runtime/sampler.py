@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class SamplingBatch:
     """What stays the same while the same requests are sampled: streams and filter values, on the device.
 
     `random` are the rows that draw; tensors have one entry for each of them. `filtered` are the positions among them
-    that have a top_k or top_p, `limits` their top_k (vocabulary size for none).
+    that have a top_k or top_p, `limits` their top_k (vocabulary size for none). `logprob_rows` want logprobs.
     """
 
     requests: list[Request]
@@ -62,7 +62,8 @@ class SamplingBatch:
     limits: list[int]
     top_k: torch.Tensor
     top_p: torch.Tensor
-    logprob_rows: list[int] = field(default_factory=list)
+    logprob_rows: list[int]
+    logprob_index: torch.Tensor
 
     @classmethod
     def build(
@@ -72,6 +73,7 @@ class SamplingBatch:
         random = [i for i, p in enumerate(params) if not p.greedy]
         drawn = [params[i] for i in random]
         limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in drawn]
+        with_logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
         filtered = [i for i, p in enumerate(drawn) if p.top_p < 1 or limits[i] < vocab_size]
 
         def number(values: Sequence[float]) -> torch.Tensor:
@@ -92,7 +94,8 @@ class SamplingBatch:
             limits=[limits[i] for i in filtered],
             top_k=index([limits[i] for i in filtered]),
             top_p=number([drawn[i].top_p for i in filtered]),
-            logprob_rows=[i for i, p in enumerate(params) if p.logprobs is not None],
+            logprob_rows=with_logprobs,
+            logprob_index=index(with_logprobs),
         )
 
     def is_for(self, requests: Sequence[Request]) -> bool:
@@ -146,8 +149,9 @@ class Sampler:
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if at := batch.logprob_rows:
             ks = [requests[i].sampling.logprobs for i in at]
-            some = at if len(at) < len(requests) else slice(None)
-            for i, found in zip(at, logprobs_of(logits[some], tokens[some], ks), strict=True):
+            some = batch.logprob_index
+            rows = (logits, tokens) if len(at) == len(requests) else (logits[some], tokens[some])
+            for i, found in zip(at, logprobs_of(*rows, ks), strict=True):
                 logprobs[i] = found
         ids = torch.where(bad, -1, tokens).tolist()
         return SampledBatch([max(i, 0) for i in ids], logprobs, [i < 0 for i in ids])
