@@ -50,7 +50,7 @@ def describe(b: Built) -> list[str]:
     token_bytes = sum(layout.block_bytes for layout in b.layouts) / b.config.block_size
     return [
         f"Model: {b.checkpoint.folder}",
-        f"Tensors: {len(b.checkpoint.tensors)} stored, {report.gib(b.checkpoint.nbytes)}; none that is needed is missing",
+        f"Tensors: {len(b.checkpoint.tensors)} stored, {report.gib(b.checkpoint.nbytes)}; nothing is missing",
         f"Linears: {', '.join(f'{n} x {name}' for name, n in formats.most_common())} ({b.choice.reason})",
         f"Device: {b.info.type} {b.info.name}".rstrip(),
         f"Compute dtype: {str(b.dtype).removeprefix('torch.')} ({b.dtype_reason})",
