@@ -6,7 +6,7 @@ and checked against a chip's shared memory with no GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -53,11 +53,9 @@ INTERPRETER = Chip(sm=0, shared_memory=64 * 1024, multiprocessors=2)
 @lru_cache(maxsize=64)
 def _cuda_chip(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
-    return Chip(
-        sm=properties.major * 10 + properties.minor,
-        shared_memory=properties.shared_memory_per_block_optin,
-        multiprocessors=properties.multi_processor_count,
-    )
+    chip = Chip.known(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    return replace(chip, shared_memory=shared) if shared else chip
 
 
 def ceil_div(a: int, b: int) -> int:

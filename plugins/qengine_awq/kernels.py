@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from qengine.plugin import DeviceInfo, LinearOp
+from qengine_awq.layout import unpack
 from qengine_kernels.launch import Chip
-from qengine_kernels.wna16_gemm import (
-    PackedWeight,
-    normal_group_size,
-    pack_codes,
-    packed_bytes,
-    wna16_matmul,
-)
-
-COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ's "gemm" packing: nibble s of word w holds output column 8 * w + COLUMN_OF_NIBBLE[s]."""
+from qengine_kernels.wna16_gemm import PackedWeight, normal_group_size, pack_codes, wna16_matmul
 
 
 @triton.jit
@@ -26,28 +20,16 @@ def unpack_nibble(words, SLOT: tl.constexpr):
     return (words >> (4 * SLOT)) & 0xF
 
 
-def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """int32 [R, N / 8] in AWQ's order (qweight or qzeros) -> uint8 [R, N] codes."""
-    out = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
-    for nibble, column in enumerate(COLUMN_OF_NIBBLE):
-        out[..., column] = (words >> (4 * nibble)) & 0xF
-    return out.flatten(-2)
-
-
-def cuda_bytes(in_features: int, out_features: int, group_size: int, zeros: bool, bias_bytes: int) -> int:
-    """Bytes that `AwqCudaLinear` keeps; `bias_bytes` is 0 without a bias, scales are 16-bit."""
-    group = normal_group_size(group_size, in_features)
-    return packed_bytes(in_features, out_features, group, zeros) + bias_bytes
-
-
 class AwqCudaLinear(LinearOp):
     """y = x @ W + b for W[k, n] = (q[k, n] - z[k // group_size, n]) * s[k // group_size, n].
 
-    qweight     int32 [K, N / 8], qzeros int32 [G, N / 8] or None (every zero is 8), scales [G, N] float16 or bfloat16,
-                bias [N] or None, all on the device where the op runs; group_size -1 is one group, the last may be short
+    qweight     int32 [K, N / 8], qzeros int32 [G, N / 8] or None (every zero is 8), scales [G, N], bias [N] or None,
+                all on the device where the op runs; group_size -1 is one group, the last one may be short
     dtype       of x and y
+    info        the device: its compute capability picks the kernels
 
-    The arguments are repacked (peak: the codes as one byte each) and not kept.
+    The arguments are repacked (peak: the codes as one byte each) and not kept. Scales stay in their 16-bit dtype;
+    float32 ones become float16, which is what the format defines.
     """
 
     def __init__(
@@ -66,19 +48,19 @@ class AwqCudaLinear(LinearOp):
         if tuple(scales.shape) != need:
             raise ValueError(f"AWQ scales have shape {tuple(scales.shape)}; need {need} for group size {group}")
         self.weight = PackedWeight(
-            words=pack_codes(unpack_awq(qweight)),
-            scales=scales.contiguous(),
-            zeros=None if qzeros is None else unpack_awq(qzeros),
+            words=pack_codes(unpack(qweight)),
+            scales=(scales.half() if scales.dtype == torch.float32 else scales).contiguous(),
+            zeros=None if qzeros is None else unpack(qzeros),
             in_features=self.in_features,
             group_size=group,
         )
         self.bias = None if bias is None else bias.to(dtype)
         self.chip = Chip.of(qweight.device)
-        self.kernel = (
-            "Triton W4A16, dequantise + cuBLAS for large M"
-            if self.chip.tensor_cores
-            else f"Triton W4A16 for few rows, dequantise + cuBLAS above (no tensor cores in Triton on sm_{info.sm})"
-        )
+        if info.sm:
+            self.chip = replace(self.chip, sm=info.sm, shared_memory=info.shared_memory or self.chip.shared_memory)
+        self.kernel = "Triton W4A16, dequantise + cuBLAS above some hundred rows"
+        if not self.chip.tensor_cores:
+            self.kernel = f"Triton W4A16, dequantise + cuBLAS above 16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return wna16_matmul(x, self.weight, self.bias, unpack_nibble, self.chip)
