@@ -17,6 +17,9 @@ from qengine.core.request import Request
 from qengine.core.step import KVGroupSpec, blocks_for
 from qengine.errors import CapacityError
 
+NEVER = 1 << 62
+"""A token count that no request reaches."""
+
 
 @dataclass(frozen=True)
 class KVStats:
@@ -45,6 +48,10 @@ class _Holding:
     """Leading blocks that were offered to the prefix cache."""
     reserved: int = 0
     """Tokens that have a slot, computed or about to be."""
+    own_block: int = -1
+    """Index of the last block written to: known to be nobody else's."""
+    next_leave: int = NEVER
+    """Number of computed tokens at which the next block falls out of a window."""
     verified: int = 0
     """Tokens known to be finite: from the cache, or followed by a token sampled from finite logits."""
 
@@ -93,50 +100,23 @@ class KVCacheManager:
         At least the last token is left to compute. Where all tokens are cached, that means a copy of the last block,
         which takes a block more than the tables hold for a moment; `allow_copy=False` leaves that block out.
         """
-        num_tokens = request.num_tokens
-        limit = num_tokens if allow_copy else num_tokens - 1
-        groups, block_size = self.groups, self.block_size
         if not self.enable_prefix_caching:
             return self.nothing_shared()
-        found: list[list[int]] = [[] for _ in groups]
-        chain = self._holding(request).chain
-        extend_chain(chain, request, limit // block_size, block_size, self.identity)
-        runs = [0] * len(groups)
-        best = 0
-        for i in range(limit // block_size):
-            for g, group in enumerate(groups):
-                block = self._index.find(g, chain, i)
-                found[g].append(block)
-                runs[g] = runs[g] + 1 if block else 0
-                if not block and group.window is None:
-                    return self._cut(found, best, num_tokens)
-            start = min((i + 1) * block_size, num_tokens - 1)
-            if all(run > i - g.first_block(start, block_size) for run, g in zip(runs, groups, strict=True)):
-                best = i + 1
-        return self._cut(found, best, num_tokens)
-
-    def _cut(self, found: list[list[int]], num_blocks: int, num_tokens: int) -> PrefixHit:
-        """The first `num_blocks` of each group's blocks, without those that no window reaches."""
-        start = min(num_blocks * self.block_size, num_tokens - 1)
-        return self._visible(found, start)
-
-    def _visible(self, tables: list[list[int]], num_tokens: int) -> PrefixHit:
-        size = -(-num_tokens // self.block_size)
-        blocks = []
-        for group, table in zip(self.groups, tables, strict=True):
-            first = min(size, group.first_block(num_tokens, self.block_size))
-            blocks.append([NULL_BLOCK] * first + table[first:size])
-        return PrefixHit(num_tokens, blocks)
+        num_tokens, chain = request.num_tokens, self._holding(request).chain
+        num_blocks = (num_tokens if allow_copy else num_tokens - 1) // self.block_size
+        extend_chain(chain, request, num_blocks, self.block_size, self.identity)
+        return self._index.longest(self.groups, chain, num_blocks, num_tokens, self.block_size)
 
     def share_of(self, parent: Request, num_tokens: int) -> PrefixHit | None:
         """The parent's blocks of its first `num_tokens` computed tokens; None where a window has let them go."""
         holding = self._holdings.get(parent.request_id)
         if holding is None or holding.verified < num_tokens or not parent.block_tables:
             return None
-        hit = self._visible(parent.block_tables, num_tokens)
+        hit = PrefixHit.visible(self.groups, parent.block_tables, num_tokens, self.block_size, sibling=True)
         for group, table in zip(self.groups, hit.blocks, strict=True):
             if NULL_BLOCK in table[group.first_block(num_tokens, self.block_size) :]:
                 return None
+        holding.own_block = -1
         return hit
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
@@ -160,6 +140,7 @@ class KVCacheManager:
         holding.cached = hit.num_tokens // self.block_size
         for g, group in enumerate(self.groups):
             holding.dropped[g] = min(len(hit.blocks[g]), group.first_block(hit.num_tokens, self.block_size))
+        self._plan_leave(holding)
 
     # Room
 
@@ -178,15 +159,15 @@ class KVCacheManager:
 
     def fit(self, request: Request, num_new_tokens: int) -> int:
         """How many of the next `num_new_tokens` tokens there is room for. Gives back blocks outside the windows."""
-        tables = request.block_tables
+        if not request.block_tables:
+            self.attach(request, self.nothing_shared())
+        holding, tables = self._holdings[request.request_id], request.block_tables
         start = request.num_computed_tokens
-        if not tables:
-            self._start(request)
-            tables = request.block_tables
-        self._leave_windows(request)
+        if start >= holding.next_leave:
+            self._leave_windows(holding)
         room = len(tables[0]) * self.block_size
         copies = 0
-        if start % self.block_size and start < room:
+        if start < room and start // self.block_size != holding.own_block:
             copies = sum(1 for table in tables if self._must_copy(table[start // self.block_size]))
         if copies == 0 and start + num_new_tokens <= room:
             return num_new_tokens
@@ -211,22 +192,26 @@ class KVCacheManager:
                 have=f"{fit} tokens ({self.pool.num_available} of {self.num_usable_blocks} blocks available)",
                 need=f"{num_new_tokens} tokens",
             )
-        tables = request.block_tables
+        return self.extend(request, num_new_tokens)
+
+    def extend(self, request: Request, num_new_tokens: int) -> list[tuple[int, int]]:
+        """`allocate` for a number of tokens that `fit` has just returned."""
+        holding, tables = self._holdings[request.request_id], request.block_tables
         start = request.num_computed_tokens
         copies: list[tuple[int, int]] = []
         index = start // self.block_size
-        if index < len(tables[0]):
+        if index < len(tables[0]) and index != holding.own_block:
             for table in tables:
                 source = table[index]
                 if self._must_copy(source):
                     table[index] = self._take()
                     copies.append((source, table[index]))
                     self.pool.release(source, self._index.holds(source))
-        end = start + num_new_tokens
-        for _ in range(-(-end // self.block_size) - len(tables[0])):
+        holding.reserved = start + num_new_tokens
+        holding.own_block = (holding.reserved - 1) // self.block_size
+        for _ in range(holding.own_block + 1 - len(tables[0])):
             for table in tables:
                 table.append(self._take())
-        self._holdings[request.request_id].reserved = end
         return copies
 
     def _must_copy(self, block: int) -> bool:
@@ -240,18 +225,22 @@ class KVCacheManager:
             self._zero.append(block)
         return block
 
-    def _leave_windows(self, request: Request) -> None:
+    def _leave_windows(self, holding: _Holding) -> None:
         """Give back the blocks that no token from `num_computed_tokens` on can see."""
-        holding = self._holdings[request.request_id]
+        request = holding.request
         for g, group in enumerate(self.groups):
-            if group.window is None:
-                continue
             table = request.block_tables[g]
             first = min(len(table), group.first_block(request.num_computed_tokens, self.block_size))
             for i in range(holding.dropped[g], first):
                 self._give_back(holding, i, table[i])
                 table[i] = NULL_BLOCK
             holding.dropped[g] = max(first, holding.dropped[g])
+        self._plan_leave(holding)
+
+    def _plan_leave(self, holding: _Holding) -> None:
+        windows = zip(self.groups, holding.dropped, strict=True)
+        leaves = ((gone + 1) * self.block_size + g.window - 1 for g, gone in windows if g.window is not None)
+        holding.next_leave = min(leaves, default=NEVER)
 
     # After a step, and the end
 
@@ -310,10 +299,6 @@ class KVCacheManager:
         if holding is None:
             holding = self._holdings[request.request_id] = _Holding(request, [0] * len(self.groups))
         return holding
-
-    def _start(self, request: Request) -> None:
-        self._holding(request)
-        request.block_tables = [[] for _ in self.groups]
 
     # Watching
 

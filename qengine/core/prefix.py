@@ -7,9 +7,12 @@ whether a candidate is a hit is decided by comparing the chains themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qengine.core.pool import NULL_BLOCK
 from qengine.core.request import Request
+from qengine.core.step import KVGroupSpec
 
 
 class PrefixNode:
@@ -59,10 +62,24 @@ class PrefixHit:
     """Blocks that a request can share. `blocks` is one table per group; 0 where a window no longer reaches.
 
     `num_tokens` tokens count as computed. When that ends inside a block, the block is copied before it is written.
+    `from_sibling`: not a cached prefix, but the prompt of a request that runs.
     """
 
     num_tokens: int
     blocks: list[list[int]]
+    from_sibling: bool = False
+
+    @classmethod
+    def visible(
+        cls, groups: Sequence[KVGroupSpec], tables: list[list[int]], num_tokens: int, block_size: int, sibling: bool
+    ) -> PrefixHit:
+        """The blocks of `tables` that hold the first `num_tokens` tokens and that the next token can see."""
+        size = -(-num_tokens // block_size)
+        blocks = []
+        for group, table in zip(groups, tables, strict=True):
+            first = min(size, group.first_block(num_tokens, block_size))
+            blocks.append([NULL_BLOCK] * first + table[first:size])
+        return cls(num_tokens, blocks, sibling)
 
 
 class PrefixIndex:
@@ -97,6 +114,26 @@ class PrefixIndex:
             if index + 1 < len(chain):
                 chain[index + 1].parent = stored
         return block
+
+    def longest(
+        self, groups: Sequence[KVGroupSpec], chain: list[PrefixNode], num_blocks: int, num_tokens: int, block_size: int
+    ) -> PrefixHit:
+        """The longest prefix, at most `num_blocks` blocks and `num_tokens - 1` tokens, from which a request can go on:
+        full-attention groups need every block of it, sliding ones those that the next token can see."""
+        found: list[list[int]] = [[] for _ in groups]
+        runs = [0] * len(groups)
+        best = 0
+        for i in range(num_blocks):
+            for g, group in enumerate(groups):
+                block = self.find(g, chain, i)
+                found[g].append(block)
+                runs[g] = runs[g] + 1 if block else 0
+                if not block and group.window is None:
+                    return PrefixHit.visible(groups, found, best, block_size, sibling=False)
+            start = min((i + 1) * block_size, num_tokens - 1)
+            if all(run > i - g.first_block(start, block_size) for run, g in zip(runs, groups, strict=True)):
+                best = start
+        return PrefixHit.visible(groups, found, best, block_size, sibling=False)
 
     def insert(self, group: int, node: PrefixNode, block: int) -> None:
         """Make `block` findable. The first block of equal content stays; a colliding hash is not stored twice."""

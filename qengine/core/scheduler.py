@@ -9,9 +9,7 @@ Prefill and decode are the same thing with other token counts. Rules, in order:
    The oldest is never preempted for another, so at least one request always progresses.
 3. A waiting request starts when all its known tokens fit beside what running prefills still owe and a small reserve
    for the decodes. Nothing starts in a step that preempted.
-4. A waiting request that does not fit now may be passed by later ones that do, at most MAX_OVERTAKES times; then
-   nothing starts before it does. The running requests end, so it gets its turn and holds up the others only so long.
-   A preempted request is never passed: it would lose the room that it just gave.
+4. One that does not fit now may be passed by later ones, but not for ever: see `admission`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from qengine.core.admission import Admission
 from qengine.core.memory import most_tokens
 from qengine.core.pages import KVCacheManager
 from qengine.core.prefix import PrefixHit
@@ -28,8 +27,6 @@ from qengine.core.request import FinishReason, Request, Status
 from qengine.core.step import Progress, SampledToken, ScheduledSequence, Step
 from qengine.errors import CapacityError, ConfigError, QEngineError, RequestError
 
-MAX_OVERTAKES = 16
-"""How often a waiting request may be passed by later ones while it does not fit."""
 LOOKAHEAD = 16
 """How many waiting requests that do not fit are looked at in one step."""
 
@@ -61,15 +58,6 @@ class Counters:
     nonfinite_requests: int = 0
 
 
-@dataclass(slots=True)
-class _Wait:
-    """What a request went through while waiting."""
-
-    overtaken: int = 0
-    refused_at: int = -1
-    """The pool's `num_releases` when the request last did not fit: no use in trying again before it grows."""
-
-
 class Scheduler:
     """Owns every request from `add` to its end. `schedule` and `update` alternate; `add` and `abort` at any time."""
 
@@ -81,8 +69,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._order)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._siblings: dict[str, Request] = {}
-        self._waits: dict[str, _Wait] = {}
+        self._admission = Admission(manager, config.max_num_batched_tokens)
         self._added = 0
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
 
@@ -119,16 +106,8 @@ class Scheduler:
         self._check_capacity(request)
         self._added += 1
         request.sequence_number = self._added
-        sibling = self._requests.get(request.fork_of or "")
-        if (
-            sibling is not None
-            and sibling.cache_salt == request.cache_salt
-            and sibling.prompt_token_ids == request.prompt_token_ids
-            and not request.prompt_logprobs
-        ):
-            self._siblings[request.request_id] = sibling
+        self._admission.enter(request, self._requests.get(request.fork_of or ""))
         self._requests[request.request_id] = request
-        self._waits[request.request_id] = _Wait()
         self._waiting.push(request)
 
     def _check_capacity(self, request: Request) -> None:
@@ -169,8 +148,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
-        self._siblings.pop(request.request_id, None)
-        self._waits.pop(request.request_id, None)
+        self._admission.leave(request)
 
     # Deciding a step
 
@@ -224,7 +202,7 @@ class Scheduler:
 
     def _put(self, request: Request, num_tokens: int, step: Step) -> None:
         start = request.num_computed_tokens
-        step.copy_blocks += self.manager.allocate(request, num_tokens)
+        step.copy_blocks += self.manager.extend(request, num_tokens)
         samples = start + num_tokens == request.num_tokens
         step.sequences.append(ScheduledSequence(request, start, num_tokens, samples))
 
@@ -235,7 +213,7 @@ class Scheduler:
         request.status = Status.PREEMPTED
         request.num_preemptions += 1
         self.counters.preemptions += 1
-        self._waits[request.request_id] = _Wait()
+        self._admission.enter(request)
         self._waiting.push(request)
         step.preempted.append(request)
 
@@ -246,83 +224,41 @@ class Scheduler:
         chunk = self.config.max_num_batched_tokens
         prefills = (r for r in self._running if r.num_tokens - r.num_computed_tokens > 1)
         owed = sum(self.manager.blocks_owed(r, chunk) for r in prefills)
-        blocked: _Wait | None = None
+        admission = self._admission
+        blocked: Request | None = None
         index = tried = 0
         while index < len(self._waiting) and budget > 0 and len(self._running) < self._max_running:
             request = self._waiting[index]
-            if self._waits_for_sibling(request):
+            if admission.waits_for_sibling(request):
                 index += 1
                 continue
-            wait = self._waits[request.request_id]
-            hit = self._find_room(request, wait, owed)
-            if hit is not None:
+            hit = admission.find_room(request, owed, others_run=bool(self._running))
+            if hit is None:
+                blocked = blocked or request
+                index += 1
+                tried += 1
+            else:
                 self._waiting.pop(index)
                 budget -= self._start(request, hit, budget, step)
                 owed += self.manager.blocks_owed(request, chunk)
                 if blocked is not None:
-                    blocked.overtaken += 1
-                    if blocked.overtaken >= MAX_OVERTAKES:
-                        return
-                continue
-            if blocked is None:
-                blocked = wait
-                if request.status is Status.PREEMPTED or wait.overtaken >= MAX_OVERTAKES:
-                    return
-            index += 1
-            tried += 1
-            if tried == LOOKAHEAD:
+                    admission.overtake(blocked)
+            if tried == LOOKAHEAD or (blocked is not None and not admission.may_be_passed(blocked)):
                 return
-
-    def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether the sibling that this request shares its prompt with is still to compute it."""
-        sibling = self._siblings.get(request.request_id)
-        if sibling is None or sibling.finished:
-            return False
-        return sibling.num_computed_tokens < sibling.num_prompt_tokens
-
-    def _find_room(self, request: Request, wait: _Wait, owed: int) -> PrefixHit | None:
-        """What the request can share, when all its known tokens fit now; else None."""
-        manager, chunk = self.manager, self.config.max_num_batched_tokens
-        if wait.refused_at == manager.pool.num_releases:
-            return None
-        available = manager.pool.num_available - owed
-        if self._running:
-            available -= max(1, manager.num_usable_blocks // 100)
-        hit = self._shareable(request)
-        if manager.blocks_to_admit(request, hit, chunk) <= available:
-            return hit
-        if hit.num_tokens % manager.block_size:
-            hit = manager.lookup(request, allow_copy=False)
-            if manager.blocks_to_admit(request, hit, chunk) <= available:
-                return hit
-        wait.refused_at = manager.pool.num_releases
-        return None
-
-    def _shareable(self, request: Request) -> PrefixHit:
-        """The sibling's prompt blocks, or a cached prefix, or nothing."""
-        sibling = self._siblings.get(request.request_id)
-        if sibling is not None and not sibling.finished:
-            hit = self.manager.share_of(sibling, request.num_prompt_tokens - 1)
-            if hit is not None:
-                return hit
-        if request.prompt_logprobs and not request.output_token_ids:
-            return self.manager.nothing_shared()
-        return self.manager.lookup(request)
 
     def _start(self, request: Request, hit: PrefixHit, budget: int, step: Step) -> int:
         """Let a request that left the queue run; returns the tokens it computes in this step."""
-        first = request.status is Status.WAITING
-        sibling = self._siblings.pop(request.request_id, None)
-        self._waits[request.request_id].refused_at = -1
+        self._admission.leave(request)
         self.manager.attach(request, hit)
-        if first and (sibling is None or sibling.finished):
+        if request.status is Status.WAITING and not hit.from_sibling:
             request.num_cached_tokens = hit.num_tokens
             if self.manager.enable_prefix_caching and not request.prompt_logprobs:
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += hit.num_tokens
         request.status = Status.RUNNING
         insort(self._running, request, key=self._order.running)
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+        num_tokens = self.manager.fit(request, wanted)
         self._put(request, num_tokens, step)
         return num_tokens
 
