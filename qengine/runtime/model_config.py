@@ -40,8 +40,8 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
 def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
     """Set `config.tie_word_embeddings` by what the file holds; returns notes.
 
-    A head in the file counts, whatever the flag says, unless the flag says tied and both hold the same values. With no
-    head in the file the embedding is used, unless config.json says in so many words that it is not tied: then the
+    A head in the file counts, whatever the flag says, unless the flag says tied and both hold the same values: then
+    the head is taken off the checkpoint's list. With no head in the file the embedding is used, unless config.json says in so many words that it is not tied: then the
     head is missing and accounting will say so.
     """
     text = getattr(config, "text_config", None) or config
@@ -55,6 +55,7 @@ def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
             notes.append("no lm_head in the file and config.json says nothing: the embedding is used as the head")
     elif flag and _same_values(checkpoint, head):
         tied = True
+        del checkpoint.tensors[head[0]]
         notes.append("lm_head and the embedding hold the same values: kept once")
     else:
         tied = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ DTYPES: dict[str, torch.dtype] = {
 """safetensors dtype codes. Any other code in a file is refused by name."""
 
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""Makes anonymous pages this process's own; Windows knows no other kind."""
 
 MAX_HEADER = 100_000_000
 """Bytes; the same limit as the safetensors library."""
@@ -119,14 +123,17 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 def read_tensor(header: FileHeader, name: str) -> torch.Tensor:
     """One tensor on the CPU, as stored, in memory of its own."""
     info, (start, length) = header.tensors[name], header.spans[name]
-    raw = torch.empty(length, dtype=torch.uint8)
-    if length:
-        with header.path.open("rb", buffering=0) as f:
-            f.seek(start)
-            view, done = memoryview(raw.numpy().data), 0
-            while done < length:
-                count = f.readinto(view[done:])
-                if not count:
-                    raise _damaged(header.path, f"it ended while tensor {name} was read")
-                done += count
-    return raw.view(DTYPES[info.dtype]).reshape(info.shape)
+    if not length:
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    # Anonymous pages rather than the heap: they go back to the system the moment the tensor is freed, where the heap
+    # would keep holes of the size of whole modules.
+    memory = mmap.mmap(-1, length, **PRIVATE)
+    with header.path.open("rb", buffering=0) as f:
+        f.seek(start)
+        view, done = memoryview(memory), 0
+        while done < length:
+            count = f.readinto(view[done:])
+            if not count:
+                raise _damaged(header.path, f"it ended while tensor {name} was read")
+            done += count
+    return torch.frombuffer(memory, dtype=DTYPES[info.dtype]).reshape(info.shape)
