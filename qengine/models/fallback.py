@@ -70,7 +70,7 @@ def instantiate(config: Any, name: str) -> Any:
 
     # a config class from the checkpoint's own code exists only where the user has trusted that code
     trusted = type(config).__module__.startswith("transformers_modules")
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    known: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if known is not None and known._is_stateful:
         raise CheckpointError(f"{name} has recurrent layers, which a paged KV cache cannot hold")
     if known is not None and not known._supports_attention_backend:

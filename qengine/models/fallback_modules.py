@@ -24,7 +24,7 @@ from qengine.plugin import DeviceInfo, TensorNeed
 def parameters_on_meta() -> Iterator[None]:
     """Modules made inside get their parameters moved to the meta device as they are registered; buffers stay."""
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     handle = register_module_parameter_registration_hook(to_meta)
@@ -131,4 +131,5 @@ def freeze_rope(root: nn.Module, max_model_len: int) -> None:
         last = torch.tensor([[max_model_len - 1]])
         for layer_type in kinds:
             module(torch.zeros(1), last, **({} if layer_type is None else {"layer_type": layer_type}))
-        module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kind, dict) else "default"
+        plain: Any = dict.fromkeys(kinds, "default") if isinstance(kind, dict) else "default"
+        module.rope_type = plain
