@@ -73,17 +73,6 @@ class OutputProcessor:
             del self._choices[key]
         return gone
 
-    def fail_all(self, error: str) -> list[Delta]:
-        """End every request in flight with an error, for an engine that has died."""
-        outs = [
-            RequestOutput(request_id=key, finish_reason=FinishReason.ERROR.value, error=error) for key in self._choices
-        ]
-        return self.process(outs).deltas
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._choices)
-
 
 class _Choice:
     """One choice: its detokeniser, its stop matcher, and its part of the result."""

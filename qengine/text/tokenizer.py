@@ -163,10 +163,6 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text; parts of characters become U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this id out."""
         return token_id in self._special_ids
