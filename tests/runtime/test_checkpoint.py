@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_models import awq_config, llama_config, llama_tensors, make_tiny, make_tiny_awq, write_json
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.safetensors_file import DTYPES, read_header, read_tensor
+from toy_models import awq_config, llama_config, llama_tensors, make_tiny, make_tiny_awq, write_json
 
 INDEX = "model.safetensors.index.json"
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

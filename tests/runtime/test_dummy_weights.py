@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from load_model import CPU
-from toy_models import awq_config, llama_config, write_json
-from torch_kv import PagedRun
 
+from load_model import CPU
 from qengine.errors import ConfigError
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
@@ -19,6 +17,8 @@ from qengine.runtime.dummy_weights import dummy_source
 from qengine.runtime.loader import LoadPlan, load, resolve
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import select_quant
+from torch_kv import PagedRun
+from toy_models import awq_config, llama_config, write_json
 
 
 def dummy(folder: Path, seed: int = 0, **config: object) -> tuple[Model, LoadPlan]:

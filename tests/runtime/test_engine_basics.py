@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from toy_engine import Run, request, run, toy_engine
 from toy_models import make_succ, make_tiny
 

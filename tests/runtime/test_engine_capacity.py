@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from toy_engine import toy_engine
-from toy_models import make_tiny
 
 from qengine.errors import CapacityError
+from toy_engine import toy_engine
+from toy_models import make_tiny
 
 POOL = 1 << 20
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_engine import Run, request, run, toy_engine
-from toy_models import make_succ, make_tiny
 
 from qengine.runtime.engine import Engine
+from toy_engine import Run, request, run, toy_engine
+from toy_models import make_succ, make_tiny
 
 PROMPT, NEW, BLOCK, POOL = 20, 60, 16, 6
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qengine_dense.kv import AutoKV
-from qengine_kv_fp8.backend import Fp8E4M3KV
 
 from qengine.errors import CheckpointError
 from qengine.layers.attention import Attention
@@ -13,6 +11,8 @@ from qengine.layers.module import ModelContext
 from qengine.plugin import AttentionSpec, DeviceInfo, TensorInfo
 from qengine.runtime.kv_scales import SPELLINGS, ResolvedScales, resolve_kv_scales
 from qengine.runtime.safetensors_file import CODES
+from qengine_dense.kv import AutoKV
+from qengine_kv_fp8.backend import Fp8E4M3KV
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 HEADS = 2

@@ -10,19 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from load_model import CPU, load_folder, plan_folder
 from safetensors.torch import load_file, save_file
-from toy_models import (
-    llama_config,
-    llama_tensors,
-    make_tiny,
-    make_tiny_awq,
-    write_json,
-    write_model,
-)
-from torch_kv import PagedRun
 from transformers import AutoModelForCausalLM
 
+from load_model import CPU, load_folder, plan_folder
 from qengine.errors import CapabilityError, CheckpointError
 from qengine.layers.linear import Linear
 from qengine.models.model import Model
@@ -31,6 +22,15 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.loader import load, resolve
 from qengine.runtime.model_config import load_config, settle_tied
 from qengine.runtime.quant_select import select_quant
+from torch_kv import PagedRun
+from toy_models import (
+    llama_config,
+    llama_tensors,
+    make_tiny,
+    make_tiny_awq,
+    write_json,
+    write_model,
+)
 
 IDS = [72, 101, 108, 108, 111, 256, 3, 200]
 
