@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qengine.errors import RequestError
-from qengine.runtime.input_processor import ProcessedRequest, prompt_list
+from qengine.runtime.input_processor import ProcessedRequest
 from qengine.runtime.results import Delta
 from qengine.server.body import typed_body
 from qengine.server.generation import Generation
 from qengine.server.logprobs import CompletionLogprobsWriter
+from qengine.server.prompts import decode_prompts
 from qengine.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage, json_response
 from qengine.server.schemas import CompletionRequest, refuse_unbuilt, sampling_fields
 from qengine.server.state import ServerState, new_id
@@ -43,7 +44,7 @@ async def _respond(state: ServerState, body: CompletionRequest, model: str, arri
 
 def _process(state: ServerState, body: CompletionRequest, request_id: str) -> list[ProcessedRequest]:
     """The body's prompts as checked requests."""
-    prompts = prompt_list(body.prompt)
+    prompts = decode_prompts(body.prompt, state.client.facts.max_model_len)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     fields = sampling_fields(body)
     if max_tokens == 0 and body.echo:

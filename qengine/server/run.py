@@ -22,6 +22,7 @@ from qengine.server.app import create_app
 from qengine.server.config import ServerConfig
 from qengine.server.engine_client import ENGINE_FACTORY, EngineClient
 from qengine.server.state import ServerState
+from qengine.text import ChatTemplate
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, factory: 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     if server_config.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    if server_config.chat_template is not None:
+        ChatTemplate.from_option(server_config.chat_template)  # what cannot be read must not cost a model's loading
     sock = bind(server_config.host, server_config.port)
     with contextlib.closing(sock):
         return asyncio.run(_serve(engine_config, server_config, sock, factory))

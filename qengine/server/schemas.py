@@ -67,9 +67,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions. `prompt`: text, ids, a list of texts, or a list of lists of ids."""
+    """POST /v1/completions. `prompt`: text, ids, a list of texts, or a list of lists of ids; see `prompts`."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: msgspec.Raw
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None

@@ -38,6 +38,7 @@ class ServerState:
         self.input = InputProcessor.from_engine(
             client.facts, trust_remote_code=engine_config.trust_remote_code, chat_template=config.chat_template
         )
+        self.tokenizer.least_tokens("")  # reads the vocabulary once, now rather than at the first request
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     @property

@@ -7,6 +7,7 @@ from qengine.errors import RequestError
 from qengine.sampling_params import SamplingParams
 from qengine.server.body import decode_body
 from qengine.server.errors import ApiError
+from qengine.server.prompts import decode_prompts
 from qengine.server.schemas import ChatRequest, CompletionRequest, refuse_unbuilt, sampling_fields
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -22,14 +23,13 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (b'{"prompt": "a", "n": true}', "n", "int"),
         (b'{"prompt": "a", "stop": [1]}', "stop[0]", "str"),
         (b'{"prompt": "a", "stream_options": {"x": 1}}', "stream_options.x", "unknown field"),
-        (b'{"prompt": [[1, "a"]]}', "prompt[0][1]", "int"),
         (b"{}", "prompt", "missing field"),
         (b"[]", None, "object"),
         (b"", None, "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', None, "not valid JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature", "range"),
-        (b'{"prompt": "\xff"}', None, "UTF-8"),
-        (b'{"prompt": "\\ud800"}', None, "not valid JSON"),
+        (b'{"prompt": "a", "user": "\xff"}', None, "UTF-8"),
+        (b'{"prompt": "a", "user": "\\ud800"}', None, "not valid JSON"),
         (b'{"metadata": ' + b"[" * 100_000, None, "nested too deeply"),
     ],
 )
@@ -97,6 +97,43 @@ def test_sampling_fields_out_of_range_are_named(fields: dict, param: str) -> Non
     with pytest.raises(RequestError) as caught:
         SamplingParams(**sampling_fields(body))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a,b", ["a,b"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "[1]"], ["a", "[1]"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([[]], [[]]),
+        ("[1, 2]", ["[1, 2]"]),
+    ],
+)
+@pytest.mark.parametrize("blank", [b"", b" \n "])
+def test_prompt_forms(prompt: object, expected: list, blank: bytes) -> None:
+    encoded = json.encode(prompt)
+    if b'"' not in encoded:
+        encoded = encoded.replace(b"[", blank + b"[" + blank).replace(b",", b"," + blank)
+    body = decode_body(b'{"prompt":' + blank + encoded + blank + b"}", CompletionRequest)
+    assert decode_prompts(body.prompt, 100) == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"[]", b"null", b"1", b"{}", b"[1, null]", b'["a", 1]', b'[[1], "a"]', b"[[[1]]]", b"[1.5]"]
+)
+def test_wrong_prompts_are_refused(prompt: bytes) -> None:
+    body = decode_body(b'{"prompt":' + prompt + b"}", CompletionRequest)
+    with pytest.raises(RequestError) as caught:
+        decode_prompts(body.prompt, 100)
+    assert caught.value.param == "prompt"
+
+
+def test_too_many_ids_are_refused_before_they_are_decoded() -> None:
+    for prompt in ([7] * 100, [[1], [7] * 100]):
+        body = decode_body(json.encode({"prompt": prompt}), CompletionRequest)
+        with pytest.raises(RequestError, match="100 tokens; need: at most 99"):
+            decode_prompts(body.prompt, 100)
 
 
 def test_sampling_fields_arrive() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import threading
@@ -72,7 +73,8 @@ def answers_the_next_request(server: ServerProcess):
         ({"prompt": "a", "temprature": 0}, "temprature"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a" * 5000}, "prompt"),
-        (b'{"prompt": "\xff\xfe"}', None),
+        (b'{"prompt": "\xff\xfe"}', "prompt"),
+        (b'{"prompt": "a", "user": "\xff"}', None),
         (b'{"prompt": "a"', None),
         (b'{"prompt": "a", "top_p": Infinity}', None),
         (b"", None),
@@ -194,11 +196,19 @@ def test_content_as_parts(server: ServerProcess) -> None:
     assert found["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"] in (0, 1), "joined, perhaps with a newline"
 
 
-@pytest.mark.parametrize("body", [{"prompt": "a" * 20_000_000}, {"prompt": [97] * 5_000_000}], ids=["text", "ids"])
+@pytest.mark.parametrize("body", [{"prompt": "a" * 20_000_000}, {"prompt": [12345] * 3_400_000}], ids=["text", "ids"])
 def test_health_answers_while_a_huge_prompt_comes(server: ServerProcess, body: dict) -> None:
     content = json.dumps(body, separators=(",", ":")).encode()
-    answers: list[httpx.Response] = []
-    sender = threading.Thread(target=lambda: answers.append(post(server, COMPLETIONS, content)))
+    answers: list[tuple[int, str]] = []
+
+    def send() -> None:  # http.client: one sendall, which leaves the interpreter to the probe
+        connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        connection.request("POST", COMPLETIONS, content, {"content-type": "application/json"})
+        response = connection.getresponse()
+        answers.append((response.status, response.read().decode()))
+        connection.close()
+
+    sender = threading.Thread(target=send)
     waits = []
     with httpx.Client() as probe:
         probe.get(server.url + "/health")
@@ -208,11 +218,12 @@ def test_health_answers_while_a_huge_prompt_comes(server: ServerProcess, body: d
             assert probe.get(server.url + "/health").status_code == 200
             waits.append(time.perf_counter() - start)
             time.sleep(0.02)
-    assert answers[0].status_code == 400
-    error = strict(answers[0])["error"]
+    status, text = answers[0]
+    assert status == 400
+    error = json.loads(text)["error"]
     assert error["param"] == "prompt" and "2048" in error["message"]
     print(f"longest wait for /health: {max(waits) * 1000:.0f} ms")
-    assert len(waits) > 1
+    assert len(waits) > 1 and max(waits) < 2, "generous: the machine may be busy"
 
 
 def test_body_over_the_limit_is_413(server: ServerProcess) -> None:

@@ -130,15 +130,18 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, top_ids, top_logprobs)
 
 
-def write_script(folder: Path, after: dict[int, int], *, step_s: float = 0.001, **effects: str) -> None:
+def write_script(
+    folder: Path, after: dict[int, int], *, step_s: float = 0.001, build_s: float = 0, **effects: str
+) -> None:
     """`effects`: refuse="text" makes the start fail with a user's error, crash="text" with another one."""
-    script = {"after": after, "step_s": step_s, **effects}
+    script = {"after": after, "step_s": step_s, "build_s": build_s, **effects}
     (folder / "fake.json").write_text(json.dumps(script), encoding="utf-8")
 
 
 def build(config: EngineConfig) -> FakeEngine:
     """The factory "fake_engine:build"."""
     script = json.loads((Path(str(config.model)) / "fake.json").read_text(encoding="utf-8"))
+    time.sleep(script["build_s"])
     if "refuse" in script:
         raise CheckpointError(script["refuse"])
     if "crash" in script:
