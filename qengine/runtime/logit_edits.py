@@ -48,7 +48,8 @@ class LogitEdits:
             work[at] += values[0]
         if forbidden:
             at, _ = forbidden.tensors(work.device)
-            work[at] = -torch.inf
+            # Made on the device: assigning a Python number copies it there and waits.
+            work[at] = torch.full((), -torch.inf, device=work.device)
         if penalty:
             at, values = penalty.tensors(work.device)
             old = work[at]

@@ -182,15 +182,35 @@ def test_inverse_cdf_never_draws_the_impossible() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [VOCAB, 50_000])
-def test_cuda_gives_the_tokens_of_the_cpu_and_waits_only_at_the_end(vocab: int) -> None:
+def test_cuda_gives_the_tokens_of_the_cpu_and_waits_only_at_the_end(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any wait for the device raises, except in the final copies, which are `tolist`."""
     requests = [r for option in OPTIONS for r in rows_of(option, 8)]
+    for r in requests[::5]:
+        r.sampling.logprobs = 3
     logits = logits_for(len(requests), vocab)
+    expected = sample(logits, requests)
     there, sampler = logits.cuda(), Sampler(vocab, torch.device("cuda"))
     sampler.sample(there, requests)
-    assert sampler.sample(there, requests).token_ids == sample(logits, requests)
+    to_list, waits = torch.Tensor.tolist, []
+
+    def waiting(tensor: torch.Tensor) -> list[Any]:
+        waits.append(tensor.is_cuda)
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return to_list(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", waiting)
+            out = sampler.sample(there, requests)
         with pytest.raises(RuntimeError, match="synchronizing"):
-            sampler.sample(there, requests)
+            bool(there[0, 0] > 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert waits == [True] * 3
+    assert out.token_ids == expected
