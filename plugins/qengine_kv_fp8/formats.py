@@ -19,9 +19,9 @@ PAIR = {torch.float32: torch.float64, torch.float16: torch.int32, torch.bfloat16
 def encode(x: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
     """Float values -> uint8 codes of the torch dtype `fp8`, to nearest even, saturating; NaN becomes 0x7f.
 
-    torch's own cast rounds rightly but does not saturate: above the largest value it gives NaN (e4m3) or infinity
-    (e5m2). Clamping first is exact, because the largest value is representable. float32 holds every float16 and
-    bfloat16 value, so the input's dtype does not matter.
+    torch's own cast rounds rightly but saturates only in some versions and formats; elsewhere it gives NaN or infinity
+    above the largest value. Clamping first is exact, because the largest value is representable. float32 holds every
+    float16 and bfloat16 value, so the input's dtype does not matter.
     """
     largest = torch.finfo(fp8).max
     finite = x.to(torch.float32).nan_to_num(nan=math.nan).clamp(-largest, largest)

@@ -1,12 +1,12 @@
 """Linear layers on a CPU: prepacked 16-bit, exact float32, and int4 for small batches beside a dense large-batch copy.
 
 Which 16-bit GEMM is fastest, up to which batch int4 wins and when a second thread pays for its wake-up differ between
-CPUs, so `tuning` measures them once per process on representative shapes (about a tenth of a second).
+CPUs, so `measure` measures them once per process on representative shapes (about a tenth of a second).
 """
 
 from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
 from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group
-from qengine_kernels.cpu_linear.tuning import CpuTuning, threads_for, tuning
+from qengine_kernels.cpu_linear.measure import CpuTuning, threads_for, tuning
 
 __all__ = [
     "CpuTuning",

@@ -1,0 +1,146 @@
+"""Which AWQ files are read and which are refused by field and value (case C08, the plugin's half)."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from qengine.plugin import DeviceInfo, LinearSpec, TensorInfo
+from qengine_awq.backend import AwqQuant, AwqScheme
+
+SPEC = LinearSpec("model.layers.0.mlp.up_proj", 576, 960)
+
+
+def headers(**shapes: Any) -> dict[str, TensorInfo]:
+    kinds = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32", "weight": "F16"}
+    return {leaf: TensorInfo(f"{SPEC.name}.{leaf}", kinds[leaf], shape) for leaf, shape in shapes.items()}
+
+
+def gemm(groups: int = 9) -> dict[str, TensorInfo]:
+    return headers(qweight=(576, 120), qzeros=(groups, 120), scales=(groups, 960))
+
+
+NEW = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NEW,
+        NEW | {"modules_to_not_convert": None},
+        {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+        NEW | {"version": "exllama"},
+        NEW | {"version": "ipex"},
+        {"method": "awq", "quant_method": "awq", "format": "gemm", "checkpoint_format": "gemm", "bits": 4,
+         "group_size": 64, "zero_point": False},
+        {"group_size": 64},
+        None,
+    ],
+    ids=["new", "null-skips", "old", "exllama", "ipex", "gptqmodel", "bare", "none"],
+)  # fmt: skip
+def test_gemm_in_every_spelling(config: dict[str, Any] | None) -> None:
+    scheme = AwqQuant.parse(config).scheme_for(SPEC, gemm())
+    assert isinstance(scheme, AwqScheme)
+    assert (scheme.group_size, scheme.zero_point) == (64, True)
+    needs = {need.leaf: need.shape for need in scheme.tensors(SPEC)}
+    assert needs == {"qweight": (576, 120), "scales": (9, 960), "qzeros": (9, 120)}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"version": "gemv"}, ["version", "gemv"]),
+        ({"version": "GEMV_FAST"}, ["version", "GEMV_FAST"]),
+        ({"version": "marlin", "zero_point": False}, ["version", "marlin"]),
+        ({"format": "gemv", "version": None}, ["format", "gemv"]),
+        ({"backend": "llm-awq"}, ["backend", "llm-awq"]),
+        ({"bits": 8}, ["bits", "8"]),
+        ({"w_bit": 8, "bits": None}, ["w_bit", "8"]),
+        ({"group_size": 0}, ["group_size", "0"]),
+        ({"group_size": "128"}, ["group_size", "'128'"]),
+        ({"zero_point": "yes"}, ["zero_point", "yes"]),
+        ({"modules_to_not_convert": "lm_head"}, ["modules_to_not_convert", "lm_head"]),
+        ({"quant_method": "gptq"}, ["quant_method", "gptq"]),
+    ],
+)
+def test_refused_by_field_and_value(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as e:
+        AwqQuant.parse(NEW | change)
+    assert all(word in str(e.value) for word in words)
+
+
+def test_zero_point_false_means_no_qzeros() -> None:
+    tensors = headers(qweight=(576, 120), scales=(9, 960))
+    scheme = AwqQuant.parse(NEW | {"zero_point": False}).scheme_for(SPEC, tensors)
+    assert isinstance(scheme, AwqScheme) and not scheme.zero_point
+    assert "qzeros" not in {need.leaf for need in scheme.tensors(SPEC)}
+
+
+def test_missing_qzeros_stay_needed_where_the_config_says_so() -> None:
+    """An unfinished file must show up in the accounting, not be read as symmetric."""
+    tensors = headers(qweight=(576, 120), scales=(9, 960))
+    scheme = AwqQuant.parse(NEW).scheme_for(SPEC, tensors)
+    assert scheme is not None and "qzeros" in {need.leaf for need in scheme.tensors(SPEC)}
+
+
+def test_gptq_tensors_are_refused_naming_both() -> None:
+    plain = headers(qweight=(72, 960), qzeros=(9, 120), scales=(9, 960))
+    for tensors in (plain, plain | headers(g_idx=(576,))):
+        with pytest.raises(ValueError, match=r"GPTQ.*awq"):
+            AwqQuant.parse(None).scheme_for(SPEC, tensors)
+
+
+@pytest.mark.parametrize(
+    "tensors, name",
+    [
+        (headers(qweight=(960, 72), qzeros=(960, 2), scales=(960, 16)), "gemv"),
+        (headers(qweight=(240, 576), qzeros=(16, 960), scales=(16, 960)), "gemv_fast"),
+        (headers(qweight=(36, 1920), scales=(9, 960)), "marlin"),
+    ],
+)
+def test_other_layouts_are_named_from_their_shapes(tensors: dict[str, TensorInfo], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        AwqQuant.parse(None).scheme_for(SPEC, tensors)
+
+
+def test_square_gemv_is_told_by_its_scales() -> None:
+    spec = LinearSpec("m", 512, 512)
+    tensors = headers(qweight=(512, 64), qzeros=(512, 1), scales=(512, 8))
+    with pytest.raises(ValueError, match="gemv"):
+        AwqQuant.parse(None).scheme_for(spec, tensors)
+
+
+@pytest.mark.parametrize("k, rows, want", [(576, 9, 64), (576, 18, 32), (576, 1, -1), (96, 2, 64), (1536, 12, 128)])
+def test_group_size_from_the_tensors_alone(k: int, rows: int, want: int) -> None:
+    spec = LinearSpec("m", k, 960)
+    tensors = headers(qweight=(k, 120), qzeros=(rows, 120), scales=(rows, 960))
+    scheme = AwqQuant.parse(None).scheme_for(spec, tensors)
+    assert isinstance(scheme, AwqScheme) and scheme.group_size == want
+
+
+def test_config_that_contradicts_the_tensors() -> None:
+    with pytest.raises(ValueError, match=r"group_size 128 .* 5 rows .* 9"):
+        AwqQuant.parse(NEW | {"group_size": 128}).scheme_for(SPEC, gemm(9))
+
+
+def test_tensors_decide_what_is_quantised(caplog: pytest.LogCaptureFixture) -> None:
+    quant = AwqQuant.parse(NEW | {"modules_to_not_convert": ["up_proj"]})
+    assert quant.scheme_for(SPEC, headers(weight=(960, 576))) is None
+    with caplog.at_level(logging.WARNING):
+        assert quant.scheme_for(SPEC, gemm()) is not None
+    assert SPEC.name in caplog.text and "modules_to_not_convert" in caplog.text
+    assert AwqQuant.parse(NEW).scheme_for(SPEC, {}) is None
+
+
+def test_capability_by_device_and_dtype() -> None:
+    scheme = AwqScheme(64, True)
+    gpu = {sm: DeviceInfo("cuda", f"sm_{sm}", divmod(sm, 10)) for sm in (70, 75, 80, 90)}
+    cpu = DeviceInfo("cpu")
+    refused = scheme.capability(gpu[70], torch.float16)
+    assert not refused and "7.5" in refused.reason
+    turing = scheme.capability(gpu[75], torch.bfloat16)
+    assert not turing and "bfloat16" in turing.reason and "--dtype half" in turing.reason
+    assert scheme.capability(gpu[75], torch.float16) and scheme.capability(gpu[80], torch.bfloat16)
+    assert scheme.capability(cpu, torch.bfloat16).kind == "native"
+    assert scheme.capability(cpu, torch.float32).kind == "emulated"
