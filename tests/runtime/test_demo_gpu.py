@@ -1,0 +1,33 @@
+"""The demo model with AWQ weights and an fp8 cache through the Triton kernels, beside the CPU's float32 engine."""
+
+import pytest
+
+from greedy_compare import first_clear_difference, greedy
+from qengine import LLM
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Name three colours.",
+    "What is 2 + 2?",
+    "Explain in one sentence why the sky is blue.",
+    "Who wrote Romeo and Juliet?",
+]
+
+
+@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+def test_demo_text_is_the_cpus_where_the_margin_is_clear(dtype: str) -> None:
+    options = {"quantization": "awq", "kv_cache_dtype": "fp8", "max_model_len": 1024}
+    cpu = LLM(device="cpu", dtype="float32", kv_cache_memory_bytes=64 << 20, **options)
+    gpu = LLM(device="cuda", dtype=dtype, kv_cache_memory_bytes=64 << 20, **options)
+    prompts = [
+        cpu.inputs.encode(cpu.inputs.chat_text([{"role": "user", "content": q}]), add_special_tokens=False)
+        for q in QUESTIONS
+    ]
+    reference, found = greedy(cpu.engine, prompts, 32), greedy(gpu.engine, prompts, 32)
+    differences = [first_clear_difference(a, b, 0.3) for a, b in zip(reference, found, strict=True)]
+    assert not any(differences), differences
+    same = sum(a.token_id == b.token_id for r, f in zip(reference, found, strict=True) for a, b in zip(r, f, strict=True))
+    assert same > 0.5 * 32 * len(prompts)
