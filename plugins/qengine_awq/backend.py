@@ -86,8 +86,10 @@ class AwqScheme(LinearScheme):
         n, k = spec.out_features, spec.in_features
         if device.type == "cpu":
             t = tuning()
-            how = {"limit": t.int4_limit, "preferred": t.dense, "keep_dense": self.keep_dense}
-            return int4_bytes(n, k, self.group_size, spec.bias, dtype, **how)
+            return int4_bytes(
+                n, k, self.group_size, spec.bias, dtype,
+                limit=t.int4_limit, preferred=t.dense, keep_dense=self.keep_dense,
+            )  # fmt: skip
         from qengine_kernels.wna16_gemm.layout import normal_group_size, packed_bytes
 
         group = normal_group_size(self.group_size, k)
@@ -122,8 +124,9 @@ class AwqScheme(LinearScheme):
             return self._bind_cpu(qweight, qzeros, scales, bias, dtype)
         from qengine_awq.kernels import AwqCudaLinear
 
-        placed = [None if t is None else t.to(device) for t in (qweight, qzeros, scales, bias)]
-        return AwqCudaLinear(*placed, self.group_size, dtype, info)
+        zeros = None if qzeros is None else qzeros.to(device)
+        placed_bias = None if bias is None else bias.to(device)
+        return AwqCudaLinear(qweight.to(device), zeros, scales.to(device), placed_bias, self.group_size, dtype, info)
 
     def _bind_cpu(
         self,

@@ -137,6 +137,7 @@ class Int4CpuLinear:
             assert self.dense is not None
             y = self.dense(x)
         else:
+            assert self.packed is not None and self.group is not None
             y = torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, self.group, self.scales_and_zeros)
             if self.narrow:
                 y = y[:, : self.out_features]
