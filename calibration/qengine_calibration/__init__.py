@@ -1,1 +1,1 @@
-"""."""
+"""Makes quantised checkpoints from 16-bit ones."""

@@ -1,0 +1,169 @@
+"""Makes a quantised copy of a checkpoint: module by module, the same bytes every time, all or nothing.
+
+The copy is an ordinary checkpoint of the format: config.json with its quantization_config, safetensors, tokenizer,
+chat template and generation config. This module knows no format; a plugin's quantizer makes the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from qengine.errors import CheckpointError, ConfigError
+from qengine.layers.linear import Linear
+from qengine.layers.module import ModelContext
+from qengine.models.registry import build_model
+from qengine.plugin import DeviceInfo, LinearSpec, Quantizer
+from qengine.plugin.discovery import load_plugin
+from qengine.runtime.cache_dir import building, cache_root
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
+from qengine.runtime.model_config import load_config
+from qengine.runtime.quant_select import DENSE
+
+VERSION = 1
+"""Changes when the same source would give another copy; part of the fingerprint."""
+
+GROUP_SIZES = (128, 64, 32)
+"""Tried in this order: fewer scales first."""
+
+COPIED = (".json", ".jinja", ".txt", ".model")
+COPIED_NAMES = ("LICENSE", "NOTICE")
+NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+
+Say = Callable[[str], None]
+Tick = Callable[[int, int], None]
+"""Called after each tensor with (tensors done, tensors in all)."""
+
+
+def prepared_copy(folder: Path, method: str, say: Say = lambda line: None) -> Path:
+    """The quantised copy of a 16-bit checkpoint in the user's cache, made when it is not there yet.
+
+    The copy's name holds a fingerprint of the source: an edited source gets a new copy. Raises ConfigError when
+    `method`'s plugin cannot make its format or the model's shapes fit no group size.
+    """
+    if method == DENSE:
+        return folder
+    plugin = load_plugin("weight", method)
+    if plugin.quantizer() is None:
+        raise ConfigError(
+            f"{folder} is a 16-bit checkpoint, and {method} weights cannot be made from it",
+            hint=f"a checkpoint that is stored as {method}",
+        )
+    checkpoint = Checkpoint.open(folder)
+    specs = linear_specs(checkpoint)
+    group = group_size(list(specs.values()))
+    quantizer = plugin.quantizer(group_size=group)
+    assert quantizer is not None
+    target = cache_root() / "quantised" / f"{_short_name(folder)}-{method}-g{group}-{fingerprint(checkpoint)}"
+    if target.is_dir():
+        say(f"using the {method} copy made before: {target}")
+        return target
+    say(f"{folder} is 16-bit: making a 4-bit {method} copy, group size {group} (once): {target}")
+    with _bar() as tick:
+        quantize_checkpoint(folder, target, quantizer, tick)
+    before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
+    say(f"the copy is ready: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f} MiB")
+    return target
+
+
+@contextmanager
+def _bar() -> Iterator[Tick]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("quantise", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: Tick | None = None) -> None:
+    """Write `target`, a copy of `source` whose linears are quantised where the quantizer accepts them.
+
+    Tensors are read, quantised and written in file order, one at a time; everything else is copied as stored. The
+    embedding and a tied head stay as they are. `target` appears when it is complete, and not at all otherwise.
+    """
+    checkpoint = Checkpoint.open(source)
+    if not checkpoint.is_dense():
+        method = checkpoint.quant.method if checkpoint.quant else "integer tensors"
+        raise CheckpointError(f"{source} is quantised already", have=method, need="a 16-bit checkpoint")
+    specs = linear_specs(checkpoint)
+    skipped = [spec.name for spec in specs.values() if quantizer.accepts(spec) is not None]
+    with building(target) as partial:
+        if partial is None:
+            return
+        writer = CheckpointWriter(partial)
+        names = sorted(checkpoint.tensors, key=checkpoint.file_position)
+        for done, name in enumerate(names, 1):
+            spec = specs.get(name)
+            tensor = checkpoint.read(name)
+            if spec is None or spec.name in skipped:
+                writer.put(name, tensor)
+            else:
+                for leaf, part in quantizer.quantize(spec, tensor).items():
+                    writer.put(f"{spec.name}.{leaf}", part)
+            del tensor
+            if tick is not None:
+                tick(done, len(names))
+        writer.finish()
+        write_json(partial / "config.json", checkpoint.raw_config | {"quantization_config": quantizer.config(skipped)})
+        for path in copied_files(source):
+            shutil.copyfile(path, partial / path.name)
+
+
+def linear_specs(checkpoint: Checkpoint) -> dict[str, LinearSpec]:
+    """Weight tensor name -> spec of every linear that has a weight of its own (a tied head has none)."""
+    ctx = ModelContext(
+        load_config(checkpoint), torch.device("cpu"), DeviceInfo("cpu"), torch.float32, torch.float32, max_model_len=1
+    )
+    leaves = build_model(ctx).leaves
+    shared = {name for leaf in leaves if not isinstance(leaf, Linear) for name, _ in leaf.needs()}
+    specs = [spec for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs]
+    return {f"{s.name}.weight": s for s in specs if f"{s.name}.weight" not in shared}
+
+
+def group_size(specs: list[LinearSpec]) -> int:
+    """The largest usual group size that divides the inputs of every linear, else of most of them."""
+    counts = {g: sum(s.in_features % g == 0 for s in specs) for g in GROUP_SIZES}
+    best = max(counts, key=lambda g: (counts[g], g))
+    if not counts[best]:
+        widths = sorted({s.in_features for s in specs})
+        raise ConfigError("no group size divides this model's linears", have=f"inputs {widths}", need=GROUP_SIZES)
+    return best
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """Tokenizer, template, generation config and licence files of a model folder."""
+    return [
+        p
+        for p in sorted(folder.iterdir())
+        if p.is_file()
+        and (p.suffix in COPIED or p.name.startswith(COPIED_NAMES))
+        and p.name not in NOT_COPIED
+        and not p.name.endswith(".safetensors.index.json")
+    ]
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Twelve hex digits that change with the config, the copied files, or any weight file's size, time or header."""
+    digest = hashlib.sha256(f"{VERSION} {json.dumps(checkpoint.raw_config, sort_keys=True)}".encode())
+    for path in copied_files(checkpoint.folder):
+        digest.update(path.name.encode() + path.read_bytes())
+    for name, info in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {info.dtype} {info.shape} {checkpoint.file_position(name)}".encode())
+    for file in sorted({checkpoint.file_position(name)[0] for name in checkpoint.tensors}):
+        stat = (checkpoint.folder / file).stat()
+        digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _short_name(folder: Path) -> str:
+    """The folder's name; for a hub snapshot, whose folder is named by a commit, the repository's."""
+    name = folder.parents[1].name if folder.parent.name == "snapshots" else folder.resolve().name
+    return name.removeprefix("models--").replace("--", "_")
