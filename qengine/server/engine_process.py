@@ -62,13 +62,19 @@ class EngineLoop:
         self.heartbeat_s = heartbeat_s
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._next_beat = 0.0
+        self._rested = False
+        """Idle since the last heartbeat: the step that finds nothing to do, and checks the cache's books, is done."""
 
     def run(self) -> None:
         """Until Stop comes. Whatever `engine.step` raises is the caller's to report."""
         while self._take_messages():
-            if self.engine.has_work or time.monotonic() >= self._next_beat:
-                send(self.outbox, self.engine.step())
-                self._next_beat = time.monotonic() + self.heartbeat_s
+            busy = self.engine.has_work
+            if not busy and time.monotonic() < self._next_beat:
+                continue
+            idle_again = self._rested and not busy
+            send(self.outbox, StepOutputs(outputs=[], stats=self.engine.stats()) if idle_again else self.engine.step())
+            self._rested = not busy
+            self._next_beat = time.monotonic() + self.heartbeat_s
 
     def _take_messages(self) -> bool:
         """Handle everything that has come; with nothing to compute, wait for more until the next heartbeat."""
@@ -84,7 +90,7 @@ class EngineLoop:
                 return False
             if isinstance(message, Abort):
                 self.engine.abort(message.request_ids)
-                self._next_beat = 0.0  # the gauges show the freed blocks at once
+                self._next_beat, self._rested = 0.0, False  # the gauges show the freed blocks at once
             else:
                 self.engine.add(message)
 

@@ -23,6 +23,7 @@ from qengine.server.config import ServerConfig
 from qengine.server.engine_client import ENGINE_FACTORY, EngineClient
 from qengine.server.state import ServerState
 from qengine.text import ChatTemplate
+from qengine.text.chat_template import preload
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, sock: socket
     loop = asyncio.get_running_loop()
     for signum in SIGNALS:
         loop.add_signal_handler(signum, stop.set)
+    preloaded = loop.run_in_executor(None, preload)  # while the engine loads
     try:
         client = await _unless(stop, EngineClient.start(engine_config, factory=factory))
         if client is None:
@@ -76,6 +78,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, sock: socket
             for line in client.facts.report:
                 print(line, file=sys.stderr)
             state = await loop.run_in_executor(None, ServerState, client, engine_config, config)
+            await preloaded
             return await _answer(state, sock, stop)
         finally:
             await client.shutdown()

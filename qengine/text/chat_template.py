@@ -72,6 +72,11 @@ class ChatTemplate:
         return text
 
 
+def preload() -> None:
+    """Import what `render` needs, so that the first conversation does not wait for it."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
 def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name from chat_template.jinja, chat_template.json or tokenizer_config.json, in this order, with
     those of the folder additional_chat_templates/ added."""
