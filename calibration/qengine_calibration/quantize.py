@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +36,9 @@ VERSION = 1
 
 GROUP_SIZES = (128, 64, 32)
 """Tried in this order: fewer scales first."""
+
+MAX_WORKERS = 8
+"""Modules in flight at once: bounds memory."""
 
 COPIED = (".json", ".jinja", ".txt", ".model")
 COPIED_NAMES = ("LICENSE", "NOTICE")
@@ -86,7 +91,7 @@ def _bar() -> Iterator[Tick]:
 def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: Tick | None = None) -> None:
     """Write `target`, a copy of `source` whose linears are quantised where the quantizer accepts them.
 
-    Tensors are read, quantised and written in file order, one at a time; everything else is copied as stored. The
+    Tensors are read, quantised and written in file order, a few at a time; everything else is copied as stored. The
     embedding and a tied head stay as they are. `target` appears when it is complete, and not at all otherwise.
     """
     checkpoint = Checkpoint.open(source)
@@ -100,21 +105,44 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: 
             return
         writer = CheckpointWriter(partial)
         names = sorted(checkpoint.tensors, key=checkpoint.file_position)
-        for done, name in enumerate(names, 1):
-            spec = specs.get(name)
-            tensor = checkpoint.read(name)
-            if spec is None or spec.name in skipped:
+        chosen = {name: spec for name, spec in specs.items() if spec.name not in skipped}
+        for done, tensors in enumerate(_converted(checkpoint, names, chosen, quantizer), 1):
+            for name, tensor in tensors.items():
                 writer.put(name, tensor)
-            else:
-                for leaf, part in quantizer.quantize(spec, tensor).items():
-                    writer.put(f"{spec.name}.{leaf}", part)
-            del tensor
             if tick is not None:
                 tick(done, len(names))
         writer.finish()
         write_json(partial / "config.json", checkpoint.raw_config | {"quantization_config": quantizer.config(skipped)})
         for path in copied_files(source):
             shutil.copyfile(path, partial / path.name)
+
+
+def _converted(
+    checkpoint: Checkpoint, names: list[str], specs: Mapping[str, LinearSpec], quantizer: Quantizer
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What becomes of each tensor, in order. Modules are worked on in parallel, one thread each: quantizers take many
+    small steps, which torch's own threads would only wait for each other in."""
+
+    def convert(name: str) -> dict[str, torch.Tensor]:
+        spec, tensor = specs.get(name), checkpoint.read(name)
+        if spec is None:
+            return {name: tensor}
+        return {f"{spec.name}.{leaf}": part for leaf, part in quantizer.quantize(spec, tensor).items()}
+
+    threads = torch.get_num_threads()
+    workers = min(threads, MAX_WORKERS)
+    pool = ThreadPoolExecutor(workers, initializer=lambda: torch.set_num_threads(1))
+    try:
+        waiting: deque[Future[dict[str, torch.Tensor]]] = deque()
+        for name in names:
+            waiting.append(pool.submit(convert, name))
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def linear_specs(checkpoint: Checkpoint) -> dict[str, LinearSpec]:

@@ -21,6 +21,8 @@ import torch
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
 
+FLOAT16_MAX = 65504.0
+
 CONTROL = 3
 """tokenizer.ggml.token_type of special tokens."""
 
@@ -100,10 +102,10 @@ def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _half(name: str, values: np.ndarray) -> torch.Tensor:
-    half = torch.from_numpy(values.astype(np.float16))
-    if not torch.isfinite(half).all():
-        raise CheckpointError(f"{name} has values beyond float16's range", have=float(np.abs(values).max()))
-    return half
+    largest = float(np.abs(values).max())
+    if not largest <= FLOAT16_MAX:
+        raise CheckpointError(f"{name} has values beyond float16's range", have=largest, need=f"<= {FLOAT16_MAX}")
+    return torch.from_numpy(values.astype(np.float16))
 
 
 def llama_config(keys: dict[str, Any], tied: bool) -> dict[str, Any]:

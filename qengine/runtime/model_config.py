@@ -41,8 +41,8 @@ def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
     """Set `config.tie_word_embeddings` by what the file holds; returns notes.
 
     A head in the file counts, whatever the flag says, unless the flag says tied and both hold the same values: then
-    the head is taken off the checkpoint's list. With no head in the file the embedding is used, unless config.json says in so many words that it is not tied: then the
-    head is missing and accounting will say so.
+    the head is taken off the checkpoint's list. With no head in the file the embedding is used, unless config.json
+    says in so many words that it is not tied: then the head is missing and accounting will say so.
     """
     text = getattr(config, "text_config", None) or config
     stated = _stated_flag(checkpoint.raw_config)

@@ -47,7 +47,8 @@ def test_extra_tensors_are_named_unless_somebody_reads_them() -> None:
 
 
 def test_known_extras_are_a_note() -> None:
-    provided = infos("a.weight") | infos("l.0.self_attn.rotary_emb.inv_freq", "l.1.self_attn.rotary_emb.inv_freq", shape=(8,))
+    frequencies = [f"l.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
+    provided = infos("a.weight") | infos(*frequencies, shape=(8,))
     books = balance([("a.weight", need())], provided)
     assert books.extra == [] and books.notes == ["ignored: rotary frequencies, computed from the config"]
     # A bias of attention is no mask buffer: only the four-dimensional one is.
