@@ -26,6 +26,7 @@ class RopeSpec:
 
     `rotary_dim` leading elements of each head rotate, paired as (i, i + rotary_dim / 2). `max_position` is the config's
     max_position_embeddings, `original_max_position` the length before scaling. `parameters` are the type's own numbers.
+    `longest` is the longest context that the config claims: a larger max_model_len counts as that.
     """
 
     type: str
@@ -34,6 +35,7 @@ class RopeSpec:
     max_position: int
     original_max_position: int
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
 
 
 REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -142,7 +144,8 @@ class Rotary:
     def __init__(self, ctx: ModelContext, spec: RopeSpec) -> None:
         self.spec = spec
         self.dtype = ctx.dtype
-        self.inv_freq, self.scale = inverse_frequencies(spec, ctx.max_model_len)
+        length = ctx.max_model_len if spec.longest is None else min(ctx.max_model_len, spec.longest)
+        self.inv_freq, self.scale = inverse_frequencies(spec, length)
 
     def angles(self, positions: torch.Tensor) -> RopeAngles:
         """positions int64 [T] -> this step's rotations, computed once for all layers."""

@@ -117,11 +117,12 @@ class FallbackModel(Model):
         self.decoder = causal.get_decoder()
         self.decoder_name = next(n for n, m in causal.named_modules() if m is self.decoder)
         self.placed = False
-        freeze_rope(causal, ctx.max_model_len)
+        length = min(ctx.max_model_len, self.max_position)
+        freeze_rope(causal, length)
         self._replace_modules()
         self.head_input = Passthrough()
         replace_module(causal, self.decoder_name, self.head_input)
-        self._bind_attention(probe(self._probe_run, ctx.max_model_len, name))
+        self._bind_attention(probe(self._probe_run, length, name))
         causal.set_attn_implementation(PAGED)
         self.decoder.set_attn_implementation(PAGED)
 

@@ -120,15 +120,15 @@ def replace_module(root: nn.Module, name: str, new: nn.Module) -> None:
     setattr(root.get_submodule(parent), leaf, new)
 
 
-def freeze_rope(root: nn.Module, max_model_len: int) -> None:
-    """Fix rotary embeddings whose frequencies depend on the length of the text, from `max_model_len` (see
-    qengine.layers.rotary): each picks its own once, by being asked for the last position, and then counts as plain."""
+def freeze_rope(root: nn.Module, length: int) -> None:
+    """Fix rotary embeddings whose frequencies depend on the length of the text, for texts of up to `length` tokens
+    (see qengine.layers.rotary): each is asked once for the last position, and counts as plain from then on."""
     for module in root.modules():
         kind = getattr(module, "rope_type", None)
         kinds = kind if isinstance(kind, dict) else {None: kind}
         if not any(isinstance(k, str) and (k == "longrope" or "dynamic" in k) for k in kinds.values()):
             continue
-        last = torch.tensor([[max_model_len - 1]])
+        last = torch.tensor([[length - 1]])
         for layer_type in kinds:
             module(torch.zeros(1), last, **({} if layer_type is None else {"layer_type": layer_type}))
         plain: Any = dict.fromkeys(kinds, "default") if isinstance(kind, dict) else "default"

@@ -139,6 +139,7 @@ def read_rope(
         max_position=positive(config, "max_position_embeddings"),
         original_max_position=original_max_position(config, p),
         parameters={k: v for k, v in p.items() if k not in ("rope_theta", "rope_type", "type")},
+        longest=max_position(config),
     )
 
 

@@ -43,6 +43,7 @@ from qengine.models.fallback_modules import FallbackLinear, ModuleTensors
 from qengine.models.model import Model
 from qengine.models.registry import build_model, native_builder
 from torch_kv import PagedRun
+from torch_linear import load_leaves
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -132,7 +133,7 @@ def test_fallback_logits_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize(
     ("rope", "max_position", "lengths", "max_model_len"),
     [
-        ({"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}, 16, (48,), 48),
+        ({"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}, 16, (48,), 48),
         (LONGROPE, 64, (17, 40), 48),
         (LONGROPE, 64, (16, 9), 16),
     ],
@@ -179,8 +180,6 @@ def test_bfloat16_linears_on_a_float32_stream() -> None:
     reference = reference_model(Olmo2Config(**SIZES))
     ctx = context(reference.config, dtype=torch.bfloat16)
     model = build_model(ctx)
-    from torch_linear import load_leaves
-
     load_leaves(ctx.leaves, reference.state_dict())
     sequences = random_sequences((11, 7))
     for got, want in zip(PagedRun(model, sequences).run(5), reference_logits(reference, sequences), strict=True):

@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Phi3Config, PretrainedConfig
 
-from hf_reference import VOCAB, assert_equal_to_reference
+from hf_reference import (
+    VOCAB,
+    assert_equal_to_reference,
+    context,
+    loaded,
+    random_sequences,
+    reference_logits,
+    reference_model,
+    worst,
+)
 from qengine.layers.rotary import RopeSpec, Rotary, inverse_frequencies
 from qengine.models.blocks import Decoder
+from qengine.models.registry import build_model
+from torch_kv import PagedRun
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -26,7 +37,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 LLAMA = {
     "linear": (16, {"rope_type": "linear", "factor": 4.0}),
-    "dynamic": (16, {"rope_type": "dynamic", "factor": 2.0}),
+    "dynamic": (16, {"rope_type": "dynamic", "factor": 4.0}),
     "dynamic-within": (64, {"rope_type": "dynamic", "factor": 2.0}),
     "yarn": (64, YARN),
     "yarn-attention-factor": (64, YARN | {"attention_factor": 1.3}),
@@ -117,9 +128,22 @@ def test_gemma3_scales_only_global_layers() -> None:
 
 
 def test_rotaries_are_shared_by_layers() -> None:
-    from hf_reference import context
-    from qengine.models.registry import build_model
 
     model = build_model(context(LlamaConfig(**SIZES, max_position_embeddings=64)))
     assert isinstance(model, Decoder) and len(model.rotaries) == 1
     assert all(isinstance(layer.attention.rotary, Rotary) for layer in model.layers)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Olmo2Config])
+def test_a_max_model_len_beyond_the_models_own_counts_as_that(family: type[PretrainedConfig]) -> None:
+    """So the engine may ask for "as much as there is" before it knows how much that is."""
+    config = family(
+        **SIZES,
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    )
+    reference = reference_model(config)
+    sequences = random_sequences((48,))
+    model = loaded(reference, max_model_len=1 << 30)
+    assert model.max_position == 48
+    assert worst(PagedRun(model, sequences).run(), reference_logits(reference, sequences)) < 1e-4
