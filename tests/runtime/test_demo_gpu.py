@@ -29,5 +29,5 @@ def test_demo_text_is_the_cpus_where_the_margin_is_clear(dtype: str) -> None:
     reference, found = greedy(cpu.engine, prompts, 32), greedy(gpu.engine, prompts, 32)
     differences = [first_clear_difference(a, b, 0.3) for a, b in zip(reference, found, strict=True)]
     assert not any(differences), differences
-    same = sum(a.token_id == b.token_id for r, f in zip(reference, found, strict=True) for a, b in zip(r, f, strict=True))
-    assert same > 0.5 * 32 * len(prompts)
+    pairs = [(a, b) for r, f in zip(reference, found, strict=True) for a, b in zip(r, f, strict=True)]
+    assert sum(a.token_id == b.token_id for a, b in pairs) > 0.5 * len(pairs)

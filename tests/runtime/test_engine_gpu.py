@@ -10,8 +10,8 @@ from toy_engine import request, run, toy_engine
 from toy_models import make_tiny, make_tiny_awq
 
 pytestmark = pytest.mark.gpu
-MARGIN = 0.05
-DTYPES = ["half", "bfloat16"]
+MARGINS = {"half": 0.1, "bfloat16": 0.25}
+"""TINY's logits are small and close together; 16-bit rounding moves them by about this much."""
 
 
 def prompts() -> list[list[int]]:
@@ -29,18 +29,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", list(MARGINS))
 @pytest.mark.parametrize("model", ["dense", "awq", "window"])
 def test_greedy_text_is_the_cpus(folders: dict[str, Path], model: str, dtype: str, kv: str) -> None:
     reference = greedy(toy_engine(folders[model], kv_cache_dtype=kv), prompts(), 24)
     gpu = toy_engine(folders[model], device="cuda", dtype=dtype, kv_cache_dtype=kv)
     found = greedy(gpu, prompts(), 24)
-    # TINY's logits are small and close together; 16-bit rounding moves them by about this much.
-    differences = [first_clear_difference(a, b, 2 * MARGIN) for a, b in zip(reference, found, strict=True)]
+    margin = MARGINS[dtype]
+    differences = [first_clear_difference(a, b, margin) for a, b in zip(reference, found, strict=True)]
     assert not any(differences), differences
     # power: another model's text is told apart
     other = greedy(toy_engine(folders["dense" if model != "dense" else "window"], kv_cache_dtype=kv), prompts(), 24)
-    assert any(first_clear_difference(a, b, 2 * MARGIN) for a, b in zip(reference, other, strict=True))
+    assert any(first_clear_difference(a, b, margin) for a, b in zip(reference, other, strict=True))
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
@@ -52,8 +52,8 @@ def test_chunked_prefill_and_prefix_hits_change_nothing(folders: dict[str, Path]
     warm = greedy(whole, [prompt], 24)[0]
     assert whole.stats().prefix_cache_hits > 0
     chunked = greedy(toy_engine(folders["awq"], max_num_batched_tokens=48, **options), [prompt], 24)[0]
-    assert first_clear_difference(cold, warm, MARGIN) is None
-    assert first_clear_difference(cold, chunked, MARGIN) is None
+    assert first_clear_difference(cold, warm, MARGINS["half"]) is None
+    assert first_clear_difference(cold, chunked, MARGINS["half"]) is None
 
 
 def test_memory_of_the_plan_is_what_is_allocated(folders: dict[str, Path]) -> None:
