@@ -7,10 +7,11 @@ slots hold NaN, so reading one shows. Block ids are shuffled, so that paging mat
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from qengine.layers.attention import KVLayer
 from qengine.layers.batch import Batch, GroupBatch
 from qengine.models.model import Model
 from qengine.plugin import AttentionSpec
@@ -62,24 +63,31 @@ class TorchKVLayer:
 class PagedRun:
     """Drives a model step by step over several sequences and collects the logits of every token."""
 
-    def __init__(self, model: Model, sequences: Sequence[Sequence[int]], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sequences: Sequence[Sequence[int]],
+        bind: Callable[[AttentionSpec, int], KVLayer] = TorchKVLayer,
+    ) -> None:
+        """`bind(spec, num_blocks)` makes the cache of one layer, on the model's device."""
         self.model = model
+        self.device = model.ctx.device
         self.sequences = [list(s) for s in sequences]
         needed = [-(-len(s) // BLOCK_SIZE) for s in self.sequences]
         blocks = list(range(1, sum(needed) + 1))
-        random.Random(seed).shuffle(blocks)
+        random.Random(0).shuffle(blocks)
         self.tables = [[blocks.pop() for _ in range(n)] for n in needed]
         self.done = [0] * len(self.sequences)
         self.logits: list[list[torch.Tensor]] = [[] for _ in self.sequences]
         for layer in model.attention:
-            layer.cache = TorchKVLayer(layer.spec, sum(needed) + 1)
+            layer.cache = bind(layer.spec, sum(needed) + 1)
 
     def step(self, counts: Sequence[int]) -> None:
         """Compute the next counts[i] tokens of sequence i (0: not in this step); single tokens go first."""
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
         batch, ids = self.batch([(i, counts[i]) for i in order])
         with torch.inference_mode():
-            rows = self.model.logits(self.model.forward(ids, batch))
+            rows = self.model.logits(self.model.forward(ids, batch)).cpu()
         for i, part in zip(order, rows.split([counts[i] for i in order]), strict=True):
             self.logits[i].append(part)
             self.done[i] += counts[i]
@@ -96,16 +104,16 @@ class PagedRun:
             num_tokens=sum(lens),
             num_seqs=len(parts),
             num_decodes=sum(n == 1 for n in lens),
-            positions=positions,
-            query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            positions=positions.to(self.device),
+            query_start=torch.tensor([0, *lens]).cumsum(0).int().to(self.device),
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self.device),
             host_query_lens=lens,
             host_seq_lens=ends,
-            groups=[GroupBatch(tables[[i for i, _ in parts]], slots)],
+            groups=[GroupBatch(tables[[i for i, _ in parts]].to(self.device), slots.to(self.device))],
             block_size=BLOCK_SIZE,
         )
         ids = torch.tensor([t for i, n in parts for t in self.sequences[i][self.done[i] : self.done[i] + n]])
-        return batch, ids
+        return batch, ids.to(self.device)
 
     def run(self, chunk: int | None = None) -> list[torch.Tensor]:
         """All tokens in steps of at most `chunk` a sequence -> float32 [length, vocab] of each sequence."""
