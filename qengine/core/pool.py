@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from qengine.errors import CapacityError, QEngineError
 
@@ -90,23 +90,26 @@ class BlockPool:
 
     def check(self, expected_refs: dict[int, int], findable: set[int]) -> None:
         """Raise IntegrityError, showing both sides, unless every usable block is accounted for exactly once."""
-        used = {b for b in range(1, self.num_blocks) if self._refs[b]}
-        free, kept = set(self._free), set(self._kept)
-        parts = len(self._free) + len(kept) + len(used)
-        whole = set(range(1, self.num_blocks))
-        if parts != self.num_usable or free | kept | used != whole:
+        refs, kept, free = self._refs, self._kept.keys(), set(self._free)
+        num_used = self.num_blocks - refs.count(0)
+        parts = len(self._free) + len(kept) + num_used
+        twice = len(free) < len(self._free) or not free.isdisjoint(kept)
+        if parts != self.num_usable or twice or any(map(refs.__getitem__, free)) or any(map(refs.__getitem__, kept)):
+            places = Counter([*self._free, *kept, *(b for b, count in enumerate(refs) if count)])
+            missing = sorted(set(range(1, self.num_blocks)) - places.keys())[:10]
+            doubled = sorted(b for b, count in places.items() if count > 1)[:10]
             raise IntegrityError(
-                f"free {len(self._free)} + cached {len(kept)} + in use {len(used)} = {parts} blocks, "
-                f"but the pool has {self.num_usable}; missing {sorted(whole - free - kept - used)[:10]}"
+                f"free {len(self._free)} + cached {len(kept)} + in use {num_used} = {parts} blocks, but the pool has "
+                f"{self.num_usable}; nowhere: {missing}, in two places: {doubled}"
             )
-        actual = {b: self._refs[b] for b in used}
-        if actual != expected_refs:
-            wrong = sorted(b for b in used | expected_refs.keys() if actual.get(b) != expected_refs.get(b))[:10]
+        if len(expected_refs) != num_used or any(refs[b] != count for b, count in expected_refs.items()):
+            used = {b for b, count in enumerate(refs) if count}
+            wrong = sorted(b for b in used | expected_refs.keys() if refs[b] != expected_refs.get(b, 0))[:10]
             raise IntegrityError(
-                f"reference counts differ: pool {[(b, actual.get(b, 0)) for b in wrong]}, "
+                f"reference counts differ: pool {[(b, refs[b]) for b in wrong]}, "
                 f"block tables {[(b, expected_refs.get(b, 0)) for b in wrong]}"
             )
-        if not kept <= findable or free & findable:
+        if not kept <= findable or not free.isdisjoint(findable):
             raise IntegrityError(
                 f"kept blocks that cannot be found: {sorted(kept - findable)[:10]}; "
                 f"free blocks that can: {sorted(free & findable)[:10]}"

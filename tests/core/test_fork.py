@@ -77,7 +77,7 @@ def test_unknown_or_different_sibling_is_no_sibling() -> None:
     scheduler, simulator = build()
     requests = [
         Request("a", [1, 2, 3], 5, fork_of="b"),
-        Request("b", [1, 2, 4], 5, fork_of="a"),
+        Request("b", [2, 2, 3], 5, fork_of="a"),
         Request("c", [1, 2, 3], 5, fork_of="c"),
     ]
     for request in requests:

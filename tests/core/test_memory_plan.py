@@ -124,16 +124,28 @@ def test_storage_holds_the_largest_layer_of_each_slot() -> None:
     assert storage_bytes(groups, [100, 300, 200]) == [300, 200]
 
 
-def test_sliding_window_needs_no_more_than_its_span() -> None:
-    full, window = KVGroupSpec(None, [0]), KVGroupSpec(100, [1])
-    assert window.max_blocks(40, 16, 8) == 3
-    assert window.max_blocks(10_000, 16, 1) == 8
-    worst = max(
-        (start + n - 1) // 16 - window.first_block(start, 16) + 1 for start in range(2000) for n in range(1, 33)
+def worst_case(group: KVGroupSpec, block_size: int, max_chunk: int) -> int:
+    """Most blocks between the first that a chunk's first token sees and the chunk's last, by trying."""
+    return max(
+        (start + n - 1) // block_size - group.first_block(start, block_size) + 1
+        for start in range(100, 100 + block_size)
+        for n in range(1, max_chunk + 1)
     )
-    assert window.max_blocks(10_000, 16, 32) == worst
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 13])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_sliding_window_needs_its_span_and_no_more(window: int, chunk: int) -> None:
+    group = KVGroupSpec(window, [0])
+    assert group.max_blocks(1000, 4, chunk) == worst_case(group, 4, chunk)
+    assert group.max_blocks(3, 4, chunk) == 1
+
+
+def test_longest_sequence_of_a_mixed_model() -> None:
+    full, window = KVGroupSpec(None, [0]), KVGroupSpec(100, [1])
+    worst = worst_case(window, 16, 32)
     assert most_tokens([full], 64, 16, 512, 9999) == 1024
-    assert most_tokens([window], 15, 16, 32, 9999) == 9999
+    assert most_tokens([window], worst, 16, 32, 9999) == 9999
     assert most_tokens([full, window], 64 + worst, 16, 32, 9999) == 1024
     assert blocks_for([full, window], 1024, 16, 32) == 64 + worst
 

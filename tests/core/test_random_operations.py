@@ -134,3 +134,7 @@ def test_check_shows_both_sides() -> None:
     manager.pool._free.pop()
     with pytest.raises(IntegrityError, match=r"free 2 \+ cached 0 \+ in use 2 = 4 blocks, but the pool has 5"):
         manager.check()
+    block = manager.pool._free[-1]
+    manager.pool._free.append(block)
+    with pytest.raises(IntegrityError, match=rf"= 5 blocks.* nowhere: \[3\], in two places: \[{block}\]"):
+        manager.check()

@@ -56,11 +56,11 @@ class PagedSimulator:
                     assert slot[0] != 0 and slot not in written, f"slot {slot} is null or written twice"
                     written.add(slot)
                     self.memory[slot[0]][slot[1]] = "nan" if p >= bad_from else (g, known[p])
-        return [self._sample(s.request) for s in step.sequences if self._reads_right(s) and s.samples]
+        return [self._sample(s) for s in step.sequences if self._reads_right(s) and s.samples]
 
     def run_blind(self, step: Step) -> list[SampledToken]:
         """Sample without looking at the memory: quick, and usable when a request ended while its step ran."""
-        return [self._sample(s.request) for s in step.sequences if s.samples]
+        return [self._sample(s) for s in step.sequences if s.samples]
 
     def _reads_right(self, s: ScheduledSequence) -> bool:
         """Every position that the sequence's new tokens can see holds its own value."""
@@ -78,11 +78,11 @@ class PagedSimulator:
             assert "nan" not in stale, f"{request.request_id}: block {table[-1]} was not zeroed"
         return True
 
-    def _sample(self, request: Request) -> SampledToken:
-        known = states(request)
-        if self.poison.get(request.request_id, len(known)) < len(known):
+    def _sample(self, s: ScheduledSequence) -> SampledToken:
+        end = s.start + s.num_new_tokens
+        if self.poison.get(s.request.request_id, end) < end:
             return SampledToken(0, error="logits are not finite")
-        return SampledToken(next_token(known[-1]))
+        return SampledToken(next_token(states(s.request)[end - 1]))
 
 
 def build(
