@@ -44,6 +44,9 @@ class PagedSimulator:
         size = self.manager.block_size
         for block in step.zero_blocks:
             self.memory[block] = [None] * size
+        sources, targets = [s for s, _ in step.copy_blocks], [t for _, t in step.copy_blocks]
+        assert len(set(targets)) == len(targets)
+        assert not any(s in targets[:i] for i, s in enumerate(sources)), "must also be right when all are read first"
         for source, target in step.copy_blocks:
             self.memory[target] = list(self.memory[source])
         written: set[tuple[int, int]] = set()
