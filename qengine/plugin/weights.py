@@ -71,6 +71,9 @@ class LinearOp(ABC):
     out_features: int
     kernel: str
     """Which kernel runs and why, for the start-up report: "int4 M<=4, bf16 GEMM above (measured)"."""
+    notes: Sequence[tuple[str, str]] = ()
+    """(module, what `bind` found in its data that contradicts the config or was read other than stated). The report
+    warns of each text once, with the number of modules. Data that cannot be used raises ValueError in `bind`."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +96,9 @@ class LinearScheme(ABC):
 
     format: str
     """Short name for reports, such as "awq 4-bit g128"."""
+    notes: Sequence[str] = ()
+    """Contradictions between config and headers that did not keep `scheme_for` from deciding; warned of like those of
+    a LinearOp, before anything is read."""
 
     @property
     @abstractmethod
@@ -126,6 +132,8 @@ class LinearScheme(ABC):
         """Repack one module (one or more shards stacked along outputs) and place it on `device`.
 
         Takes ownership of the tensors: entries may be popped as they are consumed, so that the peak is one module.
+        Raises ValueError for data that no reading makes sense of (scales that are not finite, ...), naming the shard;
+        the loader goes on and reports all such modules together.
         """
 
     @abstractmethod

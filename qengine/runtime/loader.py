@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,7 +97,7 @@ def resolve(
     extra, zero_biases = _zero_biases(leaves, source, books.extra)
     if zero_biases:
         notes.append(f"{len(zero_biases)} all-zero bias tensors of linears without a bias are ignored")
-    warnings = []
+    warnings = _grouped((name, text) for name, scheme in schemes.items() for text in scheme.notes)
     if extra:
         warnings.append(f"{len(extra)} tensor(s) in the checkpoint that this model does not use: {first_names(extra)}")
     total: Counter[str] = Counter()
@@ -155,6 +155,17 @@ def _capability_notes(schemes: Mapping[str, LinearScheme], info: DeviceInfo, dty
     return notes
 
 
+def _grouped(notes: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each text, with the modules that it is about."""
+    modules: dict[str, list[str]] = {}
+    for name, text in notes:
+        modules.setdefault(text, []).append(name)
+    return [
+        f"{text} ({len(names)} module{'s' * (len(names) > 1)}: {first_names(names, 3)})"
+        for text, names in modules.items()
+    ]
+
+
 def _unfused_notes(leaves: Sequence[Leaf]) -> list[str]:
     mixed = [leaf.name for leaf in leaves if isinstance(leaf, Linear) and len(leaf.runs()) > 1]
     if not mixed:
@@ -187,21 +198,32 @@ def _file_order(leaves: Sequence[Leaf], source: TensorSource, take: Collection[s
 
 
 def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
-    """Read, repack and place one module at a time; peak host memory is about the model plus one module."""
+    """Read, repack and place one module at a time; peak host memory is about the model plus one module.
+
+    Raises CheckpointError with the list of all modules whose data a format refuses.
+    """
     start = time.perf_counter()
     process = psutil.Process()
     peak = process.memory_info().rss
+    refused: list[str] = []
     for done, (leaf, names) in enumerate(plan.order, 1):
         tensors = {name: plan.source.read(name) for name in names}
         peak = max(peak, process.memory_info().rss)
-        leaf.load(tensors)
+        try:
+            leaf.load(tensors)
+        except ValueError as e:
+            own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else []
+            refused.append(str(e) if any(name in str(e) for name in own) else f"{leaf.name}: {e}")
         peak = max(peak, process.memory_info().rss)
         tensors.clear()
         if progress is not None:
             progress(done, len(plan.order), leaf.name)
+    if refused:
+        raise CheckpointError(f"{len(refused)} module(s) hold data that cannot be used: {first_names(refused)}")
     sizes = _measured_bytes([leaf for leaf, _ in plan.order], plan.info)
-    kernels = Counter(op.kernel for leaf, _ in plan.order if isinstance(leaf, Linear) for op in leaf.ops)
-    report = LoadReport(time.perf_counter() - start, sizes, kernels, peak)
+    ops = [op for leaf, _ in plan.order if isinstance(leaf, Linear) for op in leaf.ops]
+    warnings = _grouped(note for op in ops for note in op.notes)
+    report = LoadReport(time.perf_counter() - start, sizes, Counter(op.kernel for op in ops), peak, warnings)
     if abs(report.total_bytes - plan.total_bytes) > 0.02 * plan.total_bytes:
         report.warnings.append(
             f"weights take {report.total_bytes} bytes where {plan.total_bytes} were planned: "
