@@ -40,9 +40,10 @@ TOPICS = (
     "lighthouses", "coffee", "bridges", "whales", "the moon", "paper", "earthquakes", "gardens",
 )  # fmt: skip
 QUESTIONS = (
-    "{} in one sentence:",
-    "Question: what should a child know about {}? Answer:",
-    "Here is a short story about {}. It begins on a cold morning, when nobody in the village expected anything new.",
+    "Explain in one sentence why this matters:",
+    "What should a child know about it? Answer:",
+    "A short story that begins on a cold morning:",
+    "A summary of these notes:",
 )
 FACTS = (
     "The harbour freezes in winter and the boats are pulled ashore.",
@@ -58,21 +59,28 @@ FACTS = (
     "Salt keeps the surface dry, and oil keeps it from cracking.",
     "It takes about nine minutes for the signal to arrive.",
     "Visitors are asked to leave their shoes at the door.",
+    "Two out of five samples were lost on the way to the laboratory.",
+    "The oldest drawing of it hangs in the town hall, above the clock.",
+    "In spring the colour turns from grey to a pale green.",
+    "Engineers still argue about which of the three designs was cheaper.",
+    "The smallest ones weigh less than a grain of rice.",
+    "After the fire they rebuilt the roof with slate instead of wood.",
+    "A good teacher needs one afternoon to explain the principle.",
+    "The contract was signed in pencil because the ink had frozen.",
+    "Every tenth piece is set aside and tested until it breaks.",
+    "Its sound can be heard from the other side of the valley.",
+    "The recipe was kept secret for almost two hundred years.",
+    "Rain in August is bad for the harvest and good for the mill.",
 )
 
 
 def workload(quick: bool) -> list[tuple[str, int]]:
-    """(prompt, new tokens), the same list on every machine. Prompts have about 5 to 250 tokens and no long common
-    beginnings, so the prefix cache has nothing to gain; lengths spread evenly over 16..256."""
+    """(prompt, new tokens), the same list on every machine. Prompts have about 15 to 370 tokens and no long common
+    beginnings, so the prefix cache has nothing to gain; answers spread evenly over 16..256 tokens."""
     items = []
     for i in range(64):
-        topic = TOPICS[i % len(TOPICS)]
-        form = i // len(TOPICS)
-        if form < len(QUESTIONS):
-            prompt = QUESTIONS[form].format(topic.capitalize() if form == 0 else topic)
-        else:
-            facts = " ".join(FACTS[(i * 5 + j * (1 + i % 4)) % len(FACTS)] for j in range(3 + i % 13))
-            prompt = f"Notes on {topic}. {facts} A summary of these notes:"
+        facts = [FACTS[(i * 5 + j * (1 + i % 4)) % len(FACTS)] for j in range(i * 29 % len(FACTS))]
+        prompt = " ".join([f"Notes on {TOPICS[i % len(TOPICS)]}.", *facts, QUESTIONS[i // len(TOPICS)]])
         items.append((prompt, 16 + 4 * (i * 37 % 61)))
     return [(prompt, max(2, n // 16)) for prompt, n in items[::8]] if quick else items
 
