@@ -75,7 +75,7 @@ FACTS = (
 
 
 def workload(quick: bool) -> list[tuple[str, int]]:
-    """(prompt, new tokens), the same list on every machine. Prompts have about 15 to 370 tokens and no long common
+    """(prompt, new tokens), the same list on every machine. Prompts have about 10 to 310 tokens and no long common
     beginnings, so the prefix cache has nothing to gain; answers spread evenly over 16..256 tokens."""
     items = []
     for i in range(64):
