@@ -33,6 +33,9 @@ HEARTBEAT_S = 0.5
 STOP_TIMEOUT_S = 10.0
 """An engine that has not left its loop so long after Stop is killed."""
 
+LAST_WORDS_S = 5.0
+"""How long to wait for the message that explains why a process has ended."""
+
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from qengine.server.engine_process import main; main()"
 )
@@ -166,8 +169,8 @@ class EngineClient:
         ended = asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({first, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not first.done():  # the last message may still be on its way
-                await asyncio.wait({first}, timeout=1.0)
+            if not first.done():  # its last message may still be on its way
+                await asyncio.wait({first}, timeout=LAST_WORDS_S)
             message = first.result() if first.done() else None
         finally:
             first.cancel()
@@ -250,10 +253,11 @@ class EngineClient:
             with contextlib.suppress(EngineDeadError):
                 self.send(Stop())
         self._stopping = True
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), 0.01 if kill else STOP_TIMEOUT_S)
-        except TimeoutError:
-            self.process.kill()
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it may end by itself right now
+                self.process.kill()
             await self.process.wait()
         for task in self._tasks:
             task.cancel()

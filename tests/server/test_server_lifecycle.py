@@ -129,14 +129,14 @@ def test_an_error_of_one_request_is_its_own(folder: Path) -> None:
 def test_engine_that_refuses_to_start_is_one_line_and_exit_2(folder: Path) -> None:
     fake_engine.write_script(folder, chain_map(b"abc"), refuse="no such model; need: another")
     made = ServerProcess(folder, FAKE, {}, {})
-    assert made.wait() == 2
+    assert made.wait() == 2, made.text
     assert made.text == "qengine: error: no such model; need: another\n"
 
 
 def test_engine_that_crashes_at_the_start_is_exit_1(folder: Path) -> None:
     fake_engine.write_script(folder, chain_map(b"abc"), crash="broken inside")
     made = ServerProcess(folder, FAKE, {}, {})
-    assert made.wait() == 1
+    assert made.wait() == 1, made.text
     assert "qengine: error: the engine could not start: RuntimeError: broken inside" in made.text
 
 
@@ -144,7 +144,7 @@ def test_port_in_use_is_one_line_and_exit_2(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         made = ServerProcess(folder, FAKE, {}, {"port": port})
-        assert made.wait() == 2
+        assert made.wait() == 2, made.text
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in made.text
     assert made.text.count("\n") == 1
 
