@@ -28,7 +28,7 @@ def check_shapes(spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> None:
 
 def layout_of(k: int, n: int, shape: tuple[int, ...]) -> str:
     """A name for the layout that a 4-bit weight [n, k] with a qweight of this shape has."""
-    known = {
+    known: dict[tuple[int, ...], str] = {
         (-(-k // 8), n): "GPTQ's layout",
         (n, k // 8): "AWQ's gemv layout",
         (n // 4, k): "AWQ's gemv_fast (llm-awq) layout",

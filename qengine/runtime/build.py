@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,6 +22,7 @@ from qengine.core.memory import (
     storage_bytes,
 )
 from qengine.core.pages import KVCacheManager
+from qengine.core.queue import Policy
 from qengine.core.scheduler import Scheduler, SchedulerConfig
 from qengine.errors import ConfigError, PluginError
 from qengine.layers.module import ModelContext
@@ -85,14 +87,13 @@ def build_engine(config: EngineConfig) -> Engine:
     groups = b.memory.inputs.groups
     identity = f"{b.kv.name}:{_scale_version(b.scales)}"
     pages = KVCacheManager(b.memory.num_blocks, config.block_size, groups, config.enable_prefix_caching, identity)
-    scheduler = Scheduler(
-        SchedulerConfig(b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, config.scheduling_policy),
-        pages,
-    )
+    policy = cast(Policy, config.scheduling_policy)  # one of the option's choices
+    limits = SchedulerConfig(b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, policy)
+    scheduler = Scheduler(limits, pages)
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
     runner = Runner(b.model, cache, sampler, len(groups), b.device, _thread_rule(b))
     warm = warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
-    lines = _report(b, loaded, cache, warm + [f"Ready after {time.perf_counter() - start:.1f} seconds"])
+    lines = _report(b, loaded, cache, [*warm, f"Ready after {time.perf_counter() - start:.1f} seconds"])
     facts = EngineFacts(
         model_folder=config.model or "",
         tokenizer_folder=config.tokenizer or config.model or "",

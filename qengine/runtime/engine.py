@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from qengine.config import EngineConfig
 from qengine.core.pages import KVCacheManager
 from qengine.core.request import Request
-from qengine.core.scheduler import Progress, Scheduler
+from qengine.core.scheduler import Scheduler
+from qengine.core.step import Progress
 from qengine.errors import UserError
 from qengine.messages import EngineStats, NewRequest, RequestOutput, StepOutputs
 from qengine.runtime.facts import EngineFacts
