@@ -13,8 +13,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Rows (query token x head) and cached tokens of one step, and how Triton is to schedule it."""
+    """Rows (query token x head) and cached tokens of one step, and how Triton is to schedule it. `heads` query heads
+    of one KV head share a tile, and each tile has block_m // heads tokens."""
 
+    heads: int
     block_m: int
     block_n: int
     block_d: int
@@ -22,14 +24,16 @@ class AttentionTile:
     num_stages: int
 
 
-def shared_bytes(tile: AttentionTile, stored: int, computed: int) -> int:
+def shared_bytes(chip: Chip, tile: AttentionTile, stored: int, computed: int) -> int:
     """An upper estimate of shared memory: staged K and V as stored, their decoded tiles, q and the probabilities.
+    Without tensor cores the float32 result also passes through it.
 
     `stored` and `computed` are bytes of one cache element and of one element of the compute dtype.
     """
     staged = 2 * max(tile.num_stages - 1, 1) * tile.block_n * tile.block_d * stored
     decoded = 2 * tile.block_n * tile.block_d * computed if stored != computed else 0
-    return staged + decoded + tile.block_m * (tile.block_d + tile.block_n) * computed
+    result = 0 if chip.tensor_cores else 4 * tile.block_m * tile.block_d
+    return staged + decoded + result + tile.block_m * (tile.block_d + tile.block_n) * computed
 
 
 def attention_tile(
@@ -44,22 +48,19 @@ def attention_tile(
     least = 16 if chip.tensor_cores else 1
     if chip.sm == 0:
         # Small tiles let small tests cross tile borders.
-        return AttentionTile(power_of_2(group, 16 if decode else 32), 16, block_d, 4, 1)
-    if decode:
-        rows, wide = [power_of_2(group, least)], (128 if block_d <= 64 else 64)
-    else:
-        rows, wide = [power_of_2(group, m) for m in (128, 64, 32) if m == 32 or block_d * computed <= 256], 64
+        rows = 16 if decode else 32
+        return AttentionTile(min(group, rows), rows, 16, block_d, 4, 1)
+    top = power_of_2(group, least) if decode else (128 if block_d * computed <= 256 else 64)
+    wide = 128 if decode and block_d <= 64 else 64
     for stages in (3, 2, 1):
-        for block_m in rows:
+        for block_m in (m for m in (128, 64, 32, 16, 8, 4, 2, 1) if least <= m <= top):
             for block_n in (wide, wide // 2, wide // 4):
-                warps = 8 if block_m >= 128 else 4
-                tile = AttentionTile(block_m, block_n, block_d, warps, stages)
-                if shared_bytes(tile, stored, computed) <= chip.shared_memory:
+                tile = AttentionTile(
+                    min(group, block_m), block_m, block_n, block_d, 8 if block_m >= 128 else 4, stages
+                )
+                if shared_bytes(chip, tile, stored, computed) <= chip.shared_memory:
                     return tile
-    raise ValueError(
-        f"no attention tile for head_dim {head_dim}, {group} query heads per KV head fits "
-        f"{chip.shared_memory} bytes of shared memory (sm_{chip.sm})"
-    )
+    raise ValueError(f"no attention tile for head_dim {head_dim} fits {chip.shared_memory} bytes (sm_{chip.sm})")
 
 
 def decode_splits(chip: Chip, sequences: int, kv_heads: int, max_tokens: int, block_n: int) -> int:

@@ -53,6 +53,7 @@ def paged_attention_kernel(
     head_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -64,27 +65,30 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (tile of query tokens x split, KV head, sequence).
+    """Grid (tile of query tokens x split, KV head x tile of its query heads, sequence).
 
+    A tile has TILE_HEADS of the GROUP query heads of a KV head (all of them unless they are too many for one tile).
     p_out is [tokens, HEADS, HEAD_DIM], contiguous; with SPLIT the unnormalised results go to p_partial
     [tokens, HEADS, splits, HEAD_DIM], with each row's running maximum and sum beside it.
     """
     i_split = tl.program_id(0) % splits
     i_tile = tl.program_id(0) // splits
-    i_kv = tl.program_id(1)
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    i_kv = tl.program_id(1) // HEAD_TILES
     i_sequence = tl.program_id(2) + first_sequence
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
     i_start = tl.load(p_query_start + i_sequence)
     n_query = tl.load(p_query_start + i_sequence + 1) - i_start
     n_cached = tl.load(p_seq_lens + i_sequence)
     if i_tile * TOKENS < n_query:
         o_m = tl.arange(0, BLOCK_M)
         o_d = tl.arange(0, BLOCK_D)
-        o_local = i_tile * TOKENS + o_m // GROUP
-        row_mask = (o_m < TOKENS * GROUP) & (o_local < n_query)
+        o_local = i_tile * TOKENS + o_m // TILE_HEADS
+        o_group = tl.program_id(1) % HEAD_TILES * TILE_HEADS + o_m % TILE_HEADS
+        row_mask = (o_m < TOKENS * TILE_HEADS) & (o_local < n_query) & (o_group < GROUP)
         o_position = n_cached - n_query + o_local
         o_token = (i_start + o_local).to(tl.int64)
-        o_head = i_kv * GROUP + o_m % GROUP
+        o_head = i_kv * GROUP + o_group
         d_mask = o_d < HEAD_DIM
         q_mask = row_mask[:, None] & d_mask[None, :]
         p_rows = p_q + o_token[:, None] * q_stride + o_head[:, None] * q_head_stride + o_d[None, :]

@@ -87,8 +87,7 @@ class TritonPagedKV:
             self._decode(q, out, batch, table, decodes)
         if sequences > decodes and self.prefill == "template":
             longest = max(batch.host_query_lens[decodes:])
-            tokens = self.prefill_tile.block_m // self.spec.group
-            tiles = ceil_div(longest, tokens)
+            tiles = ceil_div(longest, self.prefill_tile.block_m // self.prefill_tile.heads)
             self._launch(q, out, batch, table, self.prefill_tile, decodes, sequences - decodes, tiles, splits=1)
         elif sequences > decodes:
             for i in range(decodes, sequences):
@@ -138,7 +137,8 @@ class TritonPagedKV:
     ) -> None:
         spec, layout = self.spec, self.layout
         parts = partial or (self.k_scale, self.k_scale, self.k_scale)
-        paged_attention_kernel[(tiles * splits, spec.num_kv_heads, sequences)](
+        head_tiles = spec.num_kv_heads * ceil_div(spec.group, tile.heads)
+        paged_attention_kernel[(tiles * splits, head_tiles, sequences)](
             q,
             self.cache,
             out,
@@ -162,6 +162,7 @@ class TritonPagedKV:
             layout.head_stride,
             HEADS=spec.num_heads,
             GROUP=spec.group,
+            TILE_HEADS=tile.heads,
             HEAD_DIM=spec.head_dim,
             BLOCK_SIZE=layout.block_size,
             WINDOW=spec.sliding_window or 0,

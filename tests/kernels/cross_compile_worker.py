@@ -1,0 +1,208 @@
+"""Compiles kernel variants to cubin for chips that are not there. Run as a script, without TRITON_INTERPRET.
+
+    python cross_compile_worker.py 75,80        one JSON line a variant: chip, name, shared bytes, limit, error
+    python cross_compile_worker.py control      the same for variants that must not compile
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qengine_awq.kernels import unpack_nibble
+from qengine_dense.kernels import identity_decode, identity_encode
+from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
+from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
+from qengine_kernels.launch import Chip
+from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
+from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
+from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
+from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
+from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
+from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
+from qengine_kv_fp8.kernels import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
+
+ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
+FUNCTIONS = {
+    "same": (identity_encode, identity_decode),
+    "e4m3": (e4m3_encode, e4m3_decode),
+    "e5m2": (e5m2_encode, e5m2_decode),
+}
+
+
+@dataclass
+class Variant:
+    """One kernel with its constexprs; `types` give the element types of pointer arguments (by name) and the types of
+    scalars other than i32."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    options = {k: v for k, v in config.items() if k.startswith("num_")}
+    return {k: v for k, v in config.items() if k not in options}, options
+
+
+def small_kernels(dtype: str) -> Iterator[Variant]:
+    floats = {"eps": "fp32", "weight_offset": "fp32"}
+    for width, residual in ((4096, "fp32"), (128, None)):
+        constants, options = split_options(rms_norm_config(width))
+        constants |= {"WIDTH": width, "HAS_RESIDUAL": residual is not None}
+        types = {"p_x": dtype, "p_weight": dtype, "p_residual": residual or dtype, "p_out": dtype, **floats}
+        yield Variant(f"rms_norm {width} {dtype}", rms_norm_kernel, types, constants, options)
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        constants, options = split_options(gated_activation_config(14336))
+        types = {"p_x": dtype, "p_out": dtype}
+        yield Variant(f"{kind} {dtype}", gated_activation_kernel, types, constants | {"KIND": kind}, options)
+    constants, options = split_options(rotary_config(64))
+    types = {"p_q": dtype, "p_k": dtype, "p_cos": "fp32", "p_sin": "fp32"}
+    yield Variant(f"rotary {dtype}", rotary_kernel, types, constants | {"HALF": 64}, options)
+
+
+def cache_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
+    encode = FUNCTIONS[format][0]
+    constants, options = split_options(write_kv_config(8, 128))
+    constants |= {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "ENCODE": encode, "NATIVE": native}
+    types = {"p_k": dtype, "p_v": dtype, "p_cache": dtype if format == "same" else "u8", "p_slots": "i64"}
+    types |= {"p_k_inverse": "fp32", "p_v_inverse": "fp32"}
+    yield Variant(f"write_kv {dtype} {format} native={native}", write_kv_kernel, types, constants, options)
+
+
+def attention(
+    chip: Chip, dtype: str, format: str, native: bool, shape: tuple[int, int], decode: bool, rules: dict[str, Any]
+) -> Iterator[Variant]:
+    """shape = (query heads per KV head, head_dim)."""
+    group, head_dim = shape
+    stored = dtype if format == "same" else "u8"
+    tile: AttentionTile = attention_tile(chip, group, head_dim, ITEM[stored], ITEM[dtype], decode)
+    constants = {
+        "HEADS": 8 * group, "GROUP": group, "TILE_HEADS": tile.heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16,
+        "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "DECODE": FUNCTIONS[format][1], "NATIVE": native,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
+    }  # fmt: skip
+    types = {"p_q": dtype, "p_cache": stored, "p_out": dtype, "scale": "fp32", "soft_cap": "fp32"}
+    types |= {"p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
+    for name in ("p_partial", "p_partial_max", "p_partial_sum", "p_k_scale", "p_v_scale"):
+        types[name] = "fp32"
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    name = f"{'decode' if decode else 'prefill'} g{group} d{head_dim} {dtype} {format} native={native} {rules}"
+    yield Variant(name, paged_attention_kernel, types, constants | rules, options)
+
+
+def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -> Iterator[Variant]:
+    block_d = 1 << (head_dim - 1).bit_length()
+    types = {"p_partial": "fp32", "p_partial_max": "fp32", "p_partial_sum": "fp32", "p_out": dtype, "p_v_scale": "fp32"}
+    constants = {"GROUP": 4, "HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SPLITS": 8}
+    yield Variant(f"combine d{head_dim} {dtype}", combine_kernel, types, constants)
+    types = {"p_cache": dtype if format == "same" else "u8", "p_k_out": dtype, "p_v_out": dtype, "p_blocks": "i32"}
+    types |= {"p_k_scale": "fp32", "p_v_scale": "fp32"}
+    constants = {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "DECODE": FUNCTIONS[format][1], "NATIVE": native}
+    constants |= {"BLOCK_N": 32, "BLOCK_D": block_d}
+    yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
+
+
+def gemms(chip: Chip, dtype: str, m: int, k: int, group_size: int, zeros: bool, slice_rows: int) -> Iterator[Variant]:
+    plan = plan_gemm(chip, m, 4096, k, ITEM[dtype])
+    constants = {"UNPACK": unpack_nibble, "SLICE": slice_rows, "HAS_ZEROS": zeros, "ZERO": 8}
+    constants["GROUPING"] = grouping(group_size, k, slice_rows, plan.block_w)
+    constants |= {"BLOCK_N": plan.block_n, "BLOCK_W": plan.block_w}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    types = {"p_x": dtype, "p_words": "i32", "p_scales": "fp16", "p_zeros": "u8" if zeros else "i32"}
+    name = f"{plan.route} m{m} k{k} g{group_size} {dtype} zeros={zeros}"
+    if plan.route == "dequantize":
+        yield Variant(name, dequantize_kernel, types | {"p_out": dtype}, constants, options)
+        return
+    split = plan.splits > 1
+    constants |= {"HAS_BIAS": True, "SPLIT": split, "BLOCK_M": plan.block_m}
+    types |= {"p_bias": dtype, "p_out": "fp32" if split else dtype}
+    kernel = gemv_kernel if plan.route == "gemv" else gemm_kernel
+    yield Variant(name, kernel, types, constants, options)
+
+
+def variants(chip: Chip) -> Iterator[Variant]:
+    """What this chip would run: its dtypes, its routes, its tiles; awkward head sizes and groups among them."""
+    half = "fp16" if chip.sm < 80 else "bf16"
+    native = chip.sm >= 89
+    if chip.sm in (75, 90, 120):  # nothing in them depends on the chip but the bfloat16 conversions
+        yield from small_kernels(half)
+    for format in FUNCTIONS:
+        yield from cache_writes(half, format, native and format != "same")
+    yield from attention(chip, half, "same", False, (4, 128), True, {})
+    yield from attention(chip, half, "e4m3", native, (3, 80), True, {"WINDOW": 1024, "SOFT_CAP": True})
+    yield from attention(chip, half, "e5m2", native, (2, 256), True, {})
+    yield from attention(chip, "fp32", "e4m3", False, (48, 128), True, {})
+    yield from helpers_of_attention(half, "e4m3", native, 96)
+    if chip.tensor_cores:
+        yield from attention(chip, half, "e4m3", native, (4, 128), False, {})
+        yield from attention(chip, half, "same", False, (2, 256), False, {"WINDOW": 1024, "SOFT_CAP": True})
+        yield from attention(chip, "fp32", "same", False, (7, 128), False, {})
+    yield Variant(
+        "sum_splits", sum_splits_kernel, {"p_parts": "fp32", "p_bias": half, "p_out": half},
+        {"HAS_BIAS": True, "BLOCK": 1024},
+    )  # fmt: skip
+    yield from gemms(chip, half, 1, 4096, 128, True, 16)
+    yield from gemms(chip, half, 4, 576, 64, False, 8)
+    yield from gemms(chip, half, 1000, 4096, 128, True, 16)
+    if chip.tensor_cores:
+        yield from gemms(chip, half, 16, 4096, 128, True, 16)
+        yield from gemms(chip, half, 200, 576, 64, True, 8)
+        yield from gemms(chip, "fp32", 64, 200, 40, False, 1)
+
+
+def compile_variant(variant: Variant, chip: Chip) -> int:
+    """Shared memory of the compiled kernel, in bytes. Pointers are 16-byte aligned, as torch's are."""
+    names = variant.kernel.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        elif name.startswith("p_"):
+            signature[name] = "*" + variant.types[name]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = variant.types.get(name, "i32")
+            if name.endswith("stride") or name in ("n", "k", "block_elements", "k_offset", "v_offset"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    constants = {(names.index(k),): v for k, v in variant.constants.items()}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
+    return int(compiled.metadata.shared)
+
+
+def control() -> list[tuple[Variant, Chip]]:
+    """Variants that must not compile: hardware casts on chips that have none."""
+    return [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
+
+
+def report(variant: Variant, chip: Chip) -> None:
+    row: dict[str, Any] = {"sm": chip.sm, "name": variant.name, "limit": chip.shared_memory}
+    try:
+        row["shared"] = compile_variant(variant, chip)
+    except Exception as error:  # every failure is reported by the test, with its variant
+        row["error"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1] == "control":
+        for variant, chip in control():
+            report(variant, chip)
+        return
+    for sm in sys.argv[1].split(","):
+        for variant in variants(Chip.known(int(sm))):
+            report(variant, Chip.known(int(sm)))
+
+
+if __name__ == "__main__":
+    main()

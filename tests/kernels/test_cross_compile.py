@@ -1,0 +1,63 @@
+"""Every kernel compiles for every supported chip and fits its shared memory; no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qengine_kernels.launch import SHARED_MEMORY
+
+WORKER = Path(__file__).with_name("cross_compile_worker.py")
+SHARES = ["75,80,86,120", "89,90,100"]
+"""Two processes, for two cores."""
+
+
+def run(arguments: list[str]) -> list[list[dict[str, Any]]]:
+    """The workers' reports; real compilation, so not in the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), argument], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for argument in arguments
+    ]
+    reports = []
+    for worker in workers:
+        out, err = worker.communicate()
+        assert worker.returncode == 0, err.decode()[-2000:]
+        reports.append([json.loads(line) for line in out.splitlines()])
+    return reports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_variants_on_all_chips() -> None:
+    rows = [row for report in run(SHARES) for row in report]
+    assert {row["sm"] for row in rows} == {75, 80, 86, 89, 90, 100, 120}
+    failed = [f"sm_{row['sm']} {row['name']}: {row['error'][:300]}" for row in rows if "error" in row]
+    assert not failed, "\n".join(failed)
+    too_large = [row for row in rows if row["shared"] > row["limit"]]
+    assert not too_large, too_large
+    for sm in (75, 80, 86, 89, 90, 100, 120):
+        kinds = {row["name"].split()[0] for row in rows if row["sm"] == sm}
+        needed = {"decode", "combine", "gather", "write_kv", "gemv", "dequantize", "sum_splits"}
+        needed |= {"prefill", "gemm"} if sm >= 80 else set()
+        assert needed <= kinds, (sm, needed - kinds)
+
+
+@pytest.mark.slow
+def test_hardware_casts_do_not_compile_where_there_are_none() -> None:
+    """Control: the compiler does refuse e4m3 casts below sm_89, so success above means something."""
+    (rows,) = run(["control"])
+    assert len(rows) == 3 and all("error" in row for row in rows), rows
+
+
+def test_limits_are_the_documented_ones() -> None:
+    limits = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+    assert {sm: SHARED_MEMORY[sm] for sm in limits} == limits
