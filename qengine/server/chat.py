@@ -70,7 +70,7 @@ def _process(state: ServerState, body: ChatRequest, request_id: str) -> Processe
         message_dicts(body.messages),
         state.input.default_params(**fields),
         request_id=request_id,
-        priority=body.priority or 0,
+        priority=state.checked_priority(body.priority),
         cache_salt=body.cache_salt,
         **template_options(body),
     )

@@ -24,6 +24,8 @@ from qengine.server.streaming import EventStream, client_left, while_connected
 
 DEFAULT_MAX_TOKENS = 16
 """The OpenAI API's default of this endpoint."""
+MAX_CHOICES = 4096
+"""Most sequences that one request may start."""
 
 
 async def create(state: ServerState, request: Request) -> Response:
@@ -52,13 +54,16 @@ def _process(state: ServerState, body: CompletionRequest, request_id: str) -> li
     if body.logprobs is not None:
         fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
     params = state.input.default_params(**fields, max_tokens=max_tokens)
+    if len(prompts) * params.n > MAX_CHOICES:
+        have = f"{len(prompts)} prompts with n = {params.n}"
+        raise RequestError("too many choices in one request", param="prompt", have=have, need=f"<= {MAX_CHOICES}")
     return [
         state.input.process(
             prompt,
             params,
             request_id=f"{request_id}-p{i}",
             add_special_tokens=body.add_special_tokens is not False,
-            priority=body.priority or 0,
+            priority=state.checked_priority(body.priority),
             cache_salt=body.cache_salt,
         )
         for i, prompt in enumerate(prompts)

@@ -30,6 +30,8 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEATH_NOTICE_S = 5.0
 """How long /health still answers 503 with the reason after the engine died, before the process exits 1."""
+KEEP_ALIVE_S = 75
+"""Clients keep connections in pools; one that is closed too early fails their next request."""
 CLOSING_S = 5.0
 """Time for the last answers (errors, when the limit is over) to leave the sockets."""
 
@@ -115,6 +117,7 @@ def _http_server(state: ServerState) -> _HttpServer:
         log_config=None,
         access_log=state.config.access_log,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(state.config.shutdown_timeout + CLOSING_S),
     )
     return _HttpServer(config)

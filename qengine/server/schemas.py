@@ -182,6 +182,9 @@ def refuse_unbuilt(body: msgspec.Struct, where: str = "") -> None:
             raise RequestError(f"{name} is not supported", param=where + name, hint=f"leave {name} out")
 
 
+MAX_TEXTS, MAX_TEXT_CHARACTERS = 1024, 65536
+"""Most stop strings or bad words of one request, and their characters in all."""
+
 _COPIED = (
     "n",
     "temperature",
@@ -210,11 +213,21 @@ def sampling_fields(body: GenerationRequest) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in _COPIED if getattr(body, name) is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    for name in ("stop", "bad_words"):
+        _check_size(name, given.get(name, []))
     if body.best_of is not None and body.best_of != given.get("n", 1):
         raise RequestError("best_of is not supported", param="best_of", have=body.best_of, need="n, or left out")
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias)
     return given
+
+
+def _check_size(name: str, texts: list[str]) -> None:
+    """Every text costs work at each token: thousands of them are an attack or a mistake."""
+    size = sum(map(len, texts))
+    if len(texts) > MAX_TEXTS or size > MAX_TEXT_CHARACTERS:
+        have, need = f"{len(texts)} with {size} characters", f"at most {MAX_TEXTS} with {MAX_TEXT_CHARACTERS} in all"
+        raise RequestError(f"{name} holds too much", param=name, have=have, need=need)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from qengine.config import EngineConfig
+from qengine.errors import RequestError
 from qengine.runtime.input_processor import InputProcessor
 from qengine.server.config import ServerConfig
 from qengine.server.engine_client import EngineClient
@@ -33,6 +34,7 @@ class ServerState:
         self.client = client
         self.config = config
         self.names = config.served_model_name or (engine_config.model or DEMO_NAME,)
+        self._by_priority = engine_config.scheduling_policy == "priority"
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], lambda: client.stats)
         self.input = InputProcessor.from_engine(
@@ -59,6 +61,15 @@ class ServerState:
         served = ", ".join(self.names)
         text = f"the model {name!r} does not exist; what would work: {served}"
         raise ApiError(404, text, param="model", code="model_not_found")
+
+    def checked_priority(self, priority: int | None) -> int:
+        """The request's priority; RequestError when this server takes none."""
+        if priority and not self._by_priority:
+            hint = "leave it out, or serve with --scheduling-policy priority"
+            raise RequestError("requests are served first come, first served", param="priority", hint=hint)
+        if priority and abs(priority) >= 2**31:
+            raise RequestError("priority is out of range", param="priority", have=priority, need="32 bits")
+        return priority or 0
 
     def check_template_allowed(self, chat_template: str | None) -> None:
         """ApiError 400 when a request brings its own template and the server does not allow that."""
