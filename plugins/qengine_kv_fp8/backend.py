@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from qengine.plugin import AttentionSpec, Capability, DeviceInfo, KVDtype, KVFunctions, KVLayout
-from qengine_kv_fp8 import formats
+from qengine_kernels.fp8 import decode, encode
 
 
 class Fp8KV(KVDtype):
@@ -36,10 +36,10 @@ class Fp8KV(KVDtype):
         return Capability.native()
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return formats.encode(x, self.fp8)
+        return encode(x, self.fp8)
 
     def decode(self, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return formats.decode(b, self.fp8, dtype)
+        return decode(b, self.fp8, dtype)
 
 
 class Fp8E4M3KV(Fp8KV):
@@ -50,7 +50,7 @@ class Fp8E4M3KV(Fp8KV):
     fp8 = torch.float8_e4m3fn
 
     def functions(self) -> KVFunctions:
-        from qengine_kv_fp8.kernels import e4m3_decode, e4m3_encode
+        from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode
 
         return KVFunctions(encode=e4m3_encode, decode=e4m3_decode)
 
@@ -69,7 +69,7 @@ class Fp8E5M2KV(Fp8KV):
     fp8 = torch.float8_e5m2
 
     def functions(self) -> KVFunctions:
-        from qengine_kv_fp8.kernels import e5m2_decode, e5m2_encode
+        from qengine_kernels.fp8.device import e5m2_decode, e5m2_encode
 
         return KVFunctions(encode=e5m2_encode, decode=e5m2_decode)
 

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from qengine_awq.kernels import unpack_nibble
 from qengine_dense.kernels import identity_decode, identity_encode
+from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
 from qengine_kernels.launch import Chip
@@ -27,7 +28,6 @@ from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
-from qengine_kv_fp8.kernels import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 
 ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
 FUNCTIONS = {
@@ -114,7 +114,7 @@ def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -
 
 def gemms(chip: Chip, dtype: str, m: int, k: int, group_size: int, zeros: bool, slice_rows: int) -> Iterator[Variant]:
     plan = plan_gemm(chip, m, 4096, k, ITEM[dtype])
-    constants = {"UNPACK": unpack_nibble, "SLICE": slice_rows, "HAS_ZEROS": zeros, "ZERO": 8}
+    constants = {"UNPACK": unpack_nibble, "SLICE": slice_rows, "SLOTS": 8, "HAS_ZEROS": zeros, "ZERO": 8}
     constants["GROUPING"] = grouping(group_size, k, slice_rows, plan.block_w)
     constants |= {"BLOCK_N": plan.block_n, "BLOCK_W": plan.block_w}
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}

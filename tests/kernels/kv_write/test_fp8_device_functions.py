@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 from qengine_kernels.testing import readable_id
-from qengine_kv_fp8.kernels import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 
 INF, NAN = math.inf, math.nan
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)

@@ -8,10 +8,10 @@ import torch
 from paged_cases import empty_storage
 from qengine.plugin import AttentionSpec, KVLayout
 from qengine_dense.kernels import identity_encode
+from qengine_kernels.fp8.device import e4m3_encode
 from qengine_kernels.kv_write import write_kv
 from qengine_kernels.kv_write.reference import write_kv_reference
 from qengine_kernels.testing import readable_id
-from qengine_kv_fp8.kernels import e4m3_encode
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 SLOTS = [16, 47, -1, 3, 30]

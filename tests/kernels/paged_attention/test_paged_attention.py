@@ -8,10 +8,10 @@ import torch
 from paged_cases import PagedCase, empty_storage, paged_case
 from qengine.plugin import AttentionSpec, KVFunctions, KVLayout
 from qengine_dense.kernels import identity_decode, identity_encode
+from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
-from qengine_kv_fp8.kernels import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 
 DENSE = KVFunctions(identity_encode, identity_decode)
 E4M3 = KVFunctions(e4m3_encode, e4m3_decode)

@@ -1,4 +1,4 @@
-"""Device functions of the 8-bit float KV cache: e4m3 ("fn", no infinity, largest 448) and e5m2 (largest 57344).
+"""Triton device functions of 8-bit floats: e4m3 ("fn", no infinity, largest 448) and e5m2 (largest 57344).
 
 Bytes are uint8 everywhere. With NATIVE=False only integer and float32/float16 arithmetic is used, so the same 256
 values come out on every GPU from sm_75 up (a `tl.float8*` type does not compile below sm_89) and in Triton's
@@ -71,6 +71,18 @@ def e4m3_decode(b, NATIVE: tl.constexpr):
         bits = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
         value = bits.to(tl.float16, bitcast=True) * 256.0
         return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def e4m3_decode_finite(b, NATIVE: tl.constexpr):
+    """As `e4m3_decode` for codes that hold no NaN (weights are checked when they are loaded): nothing is asked of
+    each element."""
+    if NATIVE:
+        return b.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        code = b.to(tl.int16)
+        bits = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
+        return (bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
 
 
 @triton.jit
