@@ -184,6 +184,9 @@ class EngineClient:
                 raise EngineDeadError(f"the engine could not start: {error}")
             case _:
                 raise EngineDeadError(f"the engine process ended while starting ({_ending(self.process.returncode)})")
+        while not self._to_engine.poll(0, zmq.POLLOUT):  # the engine's other socket is still connecting
+            await asyncio.sleep(0.01)
+        shutil.rmtree(self._folder)  # both ends are connected: nothing may stay behind, even after a kill -9
         self._last_heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._dispatch()), asyncio.create_task(self._watch_process())]
 
