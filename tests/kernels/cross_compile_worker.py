@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from qengine_awq.kernels import unpack_nibble
 from qengine_dense.kernels import identity_decode, identity_encode
+from qengine_gptq.kernels import UNPACK as GPTQ_UNPACK
 from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
@@ -112,14 +113,18 @@ def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -
     yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
 
 
-def gemms(chip: Chip, dtype: str, m: int, k: int, group_size: int, zeros: bool, slice_rows: int) -> Iterator[Variant]:
-    plan = plan_gemm(chip, m, 4096, k, ITEM[dtype])
-    constants = {"UNPACK": unpack_nibble, "SLICE": slice_rows, "SLOTS": 8, "HAS_ZEROS": zeros, "ZERO": 8}
-    constants["GROUPING"] = grouping(group_size, k, slice_rows, plan.block_w)
+def gemms(
+    chip: Chip, dtype: str, m: int, k: int, group_size: int, zeros: bool, slice_rows: int, bits: int = 4
+) -> Iterator[Variant]:
+    slots = 32 // bits
+    plan = plan_gemm(chip, m, 4096, k, ITEM[dtype], slots=slots)
+    unpack = unpack_nibble if bits == 4 else GPTQ_UNPACK[bits]
+    constants = {"UNPACK": unpack, "SLICE": slice_rows, "SLOTS": slots, "HAS_ZEROS": zeros, "ZERO": 1 << (bits - 1)}
+    constants["GROUPING"] = grouping(group_size, k, slice_rows, plan.block_w, slots)
     constants |= {"BLOCK_N": plan.block_n, "BLOCK_W": plan.block_w}
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     types = {"p_x": dtype, "p_words": "i32", "p_scales": "fp16", "p_zeros": "u8" if zeros else "i32"}
-    name = f"{plan.route} m{m} k{k} g{group_size} {dtype} zeros={zeros}"
+    name = f"{plan.route} w{bits} m{m} k{k} g{group_size} {dtype} zeros={zeros}"
     if plan.route == "dequantize":
         yield Variant(name, dequantize_kernel, types | {"p_out": dtype}, constants, options)
         return
@@ -158,9 +163,15 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from gemms(chip, half, 1, 4096, 128, True, 16)
     yield from gemms(chip, half, 4, 576, 64, False, 8)
     yield from gemms(chip, half, 1000, 4096, 128, True, 16)
+    yield from gemms(chip, half, 1, 4096, 32, False, 16, bits=2)
+    yield from gemms(chip, half, 4, 576, 24, True, 1, bits=2)
+    yield from gemms(chip, half, 1, 4096, 128, True, 16, bits=8)
+    yield from gemms(chip, half, 1000, 4096, 32, False, 16, bits=8)
     if chip.tensor_cores:
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
+        yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)
+        yield from gemms(chip, half, 64, 4096, 32, True, 16, bits=8)
         if float32:
             yield from gemms(chip, "fp32", 64, 200, 40, False, 1)
 

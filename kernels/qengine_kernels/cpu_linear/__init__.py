@@ -5,17 +5,21 @@ CPUs, so `measure` measures them once per process on representative shapes (abou
 """
 
 from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
-from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group
+from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group, used_group
+from qengine_kernels.cpu_linear.int8 import Int8CpuLinear, int8_bytes
 from qengine_kernels.cpu_linear.measure import CpuTuning, threads_for, tuning
 
 __all__ = [
     "CpuTuning",
     "DenseCpuLinear",
     "Int4CpuLinear",
+    "Int8CpuLinear",
     "Way",
     "dense_bytes",
     "int4_bytes",
     "int4_group",
+    "int8_bytes",
     "threads_for",
     "tuning",
+    "used_group",
 ]

@@ -1,4 +1,4 @@
-"""Linear layers over 4-bit weights with group scales and zeros: y = x @ ((code - zero) * scale) + bias."""
+"""Linear layers over 2-, 4- or 8-bit weights with group scales and zeros: y = x @ ((code - zero) * scale) + bias."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wna16_matmul(
 ) -> torch.Tensor:
     """x [M, K] float16, bfloat16 (sm_80 up) or float32, bias [N] or None -> [M, N] in x's dtype, float32 accumulation.
 
-    `unpack(words, SLOT)` is a Triton device function: int32 words -> the codes in nibble SLOT (see `layout.py`).
+    `unpack(words, SLOT)` is a Triton device function: int32 words -> the codes in slot SLOT (see `layout.py`).
     A few rows run as multiply-and-add with K split over programs, some hundreds through `tl.dot`, more by dequantising
     at most SCRATCH_BYTES of the weight at a time for a library GEMM; on sm_75, where `tl.dot` is plain FMA, the
     middle is left out. `chip` and `route` ("gemv", "gemm", "dequantize") override the choice, for tests.

@@ -1,4 +1,4 @@
-"""Which kernel runs a 4-bit linear at M rows, and its tiles: pure functions of shapes and chip."""
+"""Which kernel runs a linear over packed codes at M rows, and its tiles: pure functions of shapes and chip."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
-from qengine_kernels.wna16_gemm.layout import NIBBLES
 
 Route = Literal["gemv", "gemm", "dequantize"]
 
@@ -21,8 +20,8 @@ SCRATCH_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One launch. `block_w` counts word rows (8 weight rows each), a multiple of the layout's slice; `share` is a
-    split's word rows."""
+    """One launch. `block_w` counts word rows (as many weight rows each as a word has slots), a multiple of the layout's
+    slice; `share` is a split's word rows."""
 
     route: Route
     block_m: int
@@ -34,16 +33,21 @@ class GemmPlan:
     num_stages: int
 
 
-def grouping(group_size: int, in_features: int, slice_rows: int, block_w: int) -> int:
-    """How often a block of words needs new scales: 0 once, 1 by word row, 2 by word row and nibble."""
-    if group_size >= in_features or group_size % (NIBBLES * block_w) == 0:
+def grouping(group_size: int, in_features: int, slice_rows: int, block_w: int, slots: int = 8) -> int:
+    """How often a block of words needs new scales: 0 once, 1 by word row, 2 by slot, 3 by word row and slot."""
+    if group_size >= in_features or group_size % (slots * block_w) == 0:
         return 0
-    return 1 if group_size % (NIBBLES * slice_rows) == 0 else 2
+    if group_size % (slots * slice_rows) == 0:
+        return 1
+    return 2 if slice_rows == block_w and group_size % slice_rows == 0 else 3
 
 
-def plan_gemm(chip: Chip, m: int, n: int, in_features: int, itemsize: int, route: Route | None = None) -> GemmPlan:
-    """The launch for x [m, in_features] of `itemsize` bytes an element; `route` overrides the choice."""
-    word_rows = ceil_div(in_features, NIBBLES)
+def plan_gemm(
+    chip: Chip, m: int, n: int, in_features: int, itemsize: int, route: Route | None = None, slots: int = 8
+) -> GemmPlan:
+    """The launch for x [m, in_features] of `itemsize` bytes an element and words of `slots` codes; `route` overrides
+    the choice."""
+    word_rows = ceil_div(in_features, slots)
     if route is None:
         few = GEMV_ROWS if chip.tensor_cores else GEMV_ROWS_WITHOUT_TENSOR_CORES
         many = GEMM_ROWS if chip.tensor_cores else few
@@ -57,7 +61,8 @@ def plan_gemm(chip: Chip, m: int, n: int, in_features: int, itemsize: int, route
     else:
         block_m = min(power_of_2(m, least=16), 64)
         block_n, warps = (128, 8) if block_m == 64 else (64, 4)
-        stages = next(s for s in (3, 2, 1) if shared_bytes(block_m, block_n, 16, s, itemsize) <= chip.shared_memory)
+        limit = chip.shared_memory
+        stages = next(s for s in (3, 2, 1) if shared_bytes(block_m, block_n, 16, s, itemsize, slots) <= limit)
         tile = (block_m, block_n, 16, warps, stages)
         fill = 2
     block_m, block_n, block_w, warps, stages = tile
@@ -68,7 +73,7 @@ def plan_gemm(chip: Chip, m: int, n: int, in_features: int, itemsize: int, route
     return GemmPlan(route, block_m, block_n, block_w, ceil_div(word_rows, share), share, warps, stages)
 
 
-def shared_bytes(block_m: int, block_n: int, block_w: int, stages: int, itemsize: int) -> int:
+def shared_bytes(block_m: int, block_n: int, block_w: int, stages: int, itemsize: int, slots: int = 8) -> int:
     """An upper estimate of the dot kernel's shared memory: staged words and slices of x, and two decoded slices."""
-    staged = 4 * block_w * block_n + NIBBLES * block_m * block_w * itemsize
+    staged = 4 * block_w * block_n + slots * block_m * block_w * itemsize
     return stages * staged + 2 * block_w * block_n * itemsize

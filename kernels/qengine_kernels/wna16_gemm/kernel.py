@@ -1,7 +1,8 @@
-"""Weight-only 4-bit kernels over the packed layout of `layout.py`, with the format's unpack function injected.
+"""Weight-only kernels over the packed layout of `layout.py`, with the format's unpack function injected.
 
-UNPACK(words, SLOT) takes a block of int32 words and a constexpr nibble number and returns the codes as a float32 or
-integer block. Weights become (code - zero) * scale in float32; products accumulate in float32.
+UNPACK(words, SLOT) takes a block of int32 words and a constexpr slot number and returns the codes as a float32 or
+integer block; a word has SLOTS of them. Weights become (code - zero) * scale in float32, and products accumulate in
+float32.
 
 `gemv_kernel` multiplies and adds (a few rows of x, bound by reading the weight), `gemm_kernel` uses `tl.dot`,
 `dequantize_kernel` writes the dense weight for a library GEMM. The first two can share K among several programs (SPLIT)
@@ -15,9 +16,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _first_row(o_word, SLICE: tl.constexpr):
-    """The weight row in nibble 0 of each word row."""
-    return (o_word // SLICE) * (8 * SLICE) + o_word % SLICE
+def _first_row(o_word, SLICE: tl.constexpr, SLOTS: tl.constexpr):
+    """The weight row in slot 0 of each word row."""
+    return (o_word // SLICE) * (SLOTS * SLICE) + o_word % SLICE
 
 
 @triton.jit
@@ -47,19 +48,45 @@ def _load_block(
     group_size,
     groups,
     SLICE: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPING: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ZERO: tl.constexpr,
 ):
     """A block of words and the scales and zeros that go with it: one row of them for the whole block (GROUPING 0) or
-    one for each word row (GROUPING 1; with GROUPING 2 that holds for nibble 0 only)."""
+    one for each word row (GROUPING 1). With GROUPING 2 and 3 the same holds for slot 0 only; `_load_slot_group` has the
+    others."""
     p_block = p_words + o_word.to(tl.int64)[:, None] * n + o_n[None, :]
     b_words = tl.load(p_block, mask=(o_word < end)[:, None] & (o_n < n)[None, :], other=0)
-    o_group = _first_row(o_word, SLICE)
-    if GROUPING == 0:
-        o_group = _first_row(i_word + tl.arange(0, 1), SLICE)
+    o_group = _first_row(o_word, SLICE, SLOTS)
+    if GROUPING == 0 or GROUPING == 2:
+        o_group = _first_row(i_word + tl.arange(0, 1), SLICE, SLOTS)
     b_scale, b_zero = _load_group(p_scales, p_zeros, o_group, o_n, n, group_size, groups, HAS_ZEROS, ZERO)
     return b_words, b_scale, b_zero
+
+
+@triton.jit
+def _load_slot_group(
+    p_scales,
+    p_zeros,
+    i_word,
+    o_k,
+    o_n,
+    n,
+    group_size,
+    groups,
+    SLICE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOT: tl.constexpr,
+    GROUPING: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Scales and zeros of one slot: a row for all of the block's rows (GROUPING 2) or one for each (GROUPING 3)."""
+    o_group = o_k
+    if GROUPING == 2:
+        o_group = _first_row(i_word + tl.arange(0, 1), SLICE, SLOTS) + SLOT * SLICE
+    return _load_group(p_scales, p_zeros, o_group, o_n, n, group_size, groups, HAS_ZEROS, ZERO)
 
 
 @triton.jit(do_not_specialize=["m", "share"])
@@ -80,6 +107,7 @@ def gemv_kernel(
     share,
     UNPACK: tl.constexpr,
     SLICE: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPING: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -101,15 +129,18 @@ def gemv_kernel(
     end = tl.minimum(begin + share, word_rows)
     for i_word in tl.range(begin, end, BLOCK_W):
         o_word = i_word + tl.arange(0, BLOCK_W)
-        o_first = _first_row(o_word, SLICE)
+        o_first = _first_row(o_word, SLICE, SLOTS)
         b_words, b_scale, b_zero = _load_block(
             p_words, p_scales, p_zeros, i_word, o_word, end, o_n, n, group_size, groups,
-            SLICE, GROUPING, HAS_ZEROS, ZERO,
+            SLICE, SLOTS, GROUPING, HAS_ZEROS, ZERO,
         )
-        for SLOT in tl.static_range(8):
+        for SLOT in tl.static_range(SLOTS):
             o_k = o_first + SLOT * SLICE
-            if GROUPING == 2:
-                b_scale, b_zero = _load_group(p_scales, p_zeros, o_k, o_n, n, group_size, groups, HAS_ZEROS, ZERO)
+            if GROUPING >= 2:
+                b_scale, b_zero = _load_slot_group(
+                    p_scales, p_zeros, i_word, o_k, o_n, n, group_size, groups,
+                    SLICE, SLOTS, SLOT, GROUPING, HAS_ZEROS, ZERO,
+                )
             x_mask = (o_m < m)[:, None] & ((o_k < k) & (o_word < end))[None, :]
             b_x = tl.load(p_rows + o_k[None, :], mask=x_mask, other=0.0).to(tl.float32)
             b_w = (UNPACK(b_words, SLOT).to(tl.float32) - b_zero) * b_scale
@@ -139,6 +170,7 @@ def gemm_kernel(
     share,
     UNPACK: tl.constexpr,
     SLICE: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPING: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -148,7 +180,7 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """As `gemv_kernel`, with one `tl.dot` for each nibble: [BLOCK_M, BLOCK_W] x [BLOCK_W, BLOCK_N]."""
+    """As `gemv_kernel`, with one `tl.dot` for each slot: [BLOCK_M, BLOCK_W] x [BLOCK_W, BLOCK_N]."""
     i_split = tl.program_id(1)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -159,15 +191,18 @@ def gemm_kernel(
     end = tl.minimum(begin + share, word_rows)
     for i_word in tl.range(begin, end, BLOCK_W):
         o_word = i_word + tl.arange(0, BLOCK_W)
-        o_first = _first_row(o_word, SLICE)
+        o_first = _first_row(o_word, SLICE, SLOTS)
         b_words, b_scale, b_zero = _load_block(
             p_words, p_scales, p_zeros, i_word, o_word, end, o_n, n, group_size, groups,
-            SLICE, GROUPING, HAS_ZEROS, ZERO,
+            SLICE, SLOTS, GROUPING, HAS_ZEROS, ZERO,
         )
-        for SLOT in tl.static_range(8):
+        for SLOT in tl.static_range(SLOTS):
             o_k = o_first + SLOT * SLICE
-            if GROUPING == 2:
-                b_scale, b_zero = _load_group(p_scales, p_zeros, o_k, o_n, n, group_size, groups, HAS_ZEROS, ZERO)
+            if GROUPING >= 2:
+                b_scale, b_zero = _load_slot_group(
+                    p_scales, p_zeros, i_word, o_k, o_n, n, group_size, groups,
+                    SLICE, SLOTS, SLOT, GROUPING, HAS_ZEROS, ZERO,
+                )
             x_mask = (o_m < m)[:, None] & ((o_k < k) & (o_word < end))[None, :]
             b_x = tl.load(p_rows + o_k[None, :], mask=x_mask, other=0.0)
             b_w = ((UNPACK(b_words, SLOT).to(tl.float32) - b_zero) * b_scale).to(b_x.dtype)
@@ -209,6 +244,7 @@ def dequantize_kernel(
     word_rows,
     UNPACK: tl.constexpr,
     SLICE: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPING: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -222,15 +258,18 @@ def dequantize_kernel(
     o_word = i_word + tl.arange(0, BLOCK_W)
     o_n = n_first + o_local
     n_mask = o_local < n_count
-    o_first = _first_row(o_word, SLICE)
+    o_first = _first_row(o_word, SLICE, SLOTS)
     b_words, b_scale, b_zero = _load_block(
         p_words, p_scales, p_zeros, i_word, o_word, word_rows, o_n, n, group_size, groups,
-        SLICE, GROUPING, HAS_ZEROS, ZERO,
+        SLICE, SLOTS, GROUPING, HAS_ZEROS, ZERO,
     )
-    for SLOT in tl.static_range(8):
+    for SLOT in tl.static_range(SLOTS):
         o_k = o_first + SLOT * SLICE
-        if GROUPING == 2:
-            b_scale, b_zero = _load_group(p_scales, p_zeros, o_k, o_n, n, group_size, groups, HAS_ZEROS, ZERO)
+        if GROUPING >= 2:
+            b_scale, b_zero = _load_slot_group(
+                p_scales, p_zeros, i_word, o_k, o_n, n, group_size, groups,
+                SLICE, SLOTS, SLOT, GROUPING, HAS_ZEROS, ZERO,
+            )
         b_w = (UNPACK(b_words, SLOT).to(tl.float32) - b_zero) * b_scale
         p_rows = p_out + o_k.to(tl.int64)[:, None] * n_count + o_local[None, :]
         store_mask = ((o_k < k) & (o_word < word_rows))[:, None] & n_mask[None, :]

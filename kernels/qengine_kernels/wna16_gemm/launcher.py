@@ -31,7 +31,7 @@ def launch_wna16(
     if x.stride(1) != 1:
         x = x.contiguous()
     chip = Chip.of(x.device) if chip is None else chip
-    plan = plan_gemm(chip, m, weight.out_features, k, x.element_size(), route)
+    plan = plan_gemm(chip, m, weight.out_features, k, x.element_size(), route, weight.slots)
     if plan.route == "dequantize":
         return _dequantize_then_multiply(x, weight, bias, unpack, plan)
     return _fused(x, weight, bias, unpack, plan)
@@ -41,7 +41,8 @@ def _constants(weight: PackedWeight, unpack: Any, block_w: int) -> dict[str, Any
     return {
         "UNPACK": unpack,
         "SLICE": weight.slice_rows,
-        "GROUPING": grouping(weight.group_size, weight.in_features, weight.slice_rows, block_w),
+        "SLOTS": weight.slots,
+        "GROUPING": grouping(weight.group_size, weight.in_features, weight.slice_rows, block_w, weight.slots),
         "HAS_ZEROS": weight.zeros is not None,
         "ZERO": weight.symmetric_zero,
     }

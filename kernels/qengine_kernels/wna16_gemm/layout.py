@@ -1,13 +1,15 @@
 """The packed layout that the weight-only kernels read, whatever the checkpoint's own layout was.
 
-Codes of `8` consecutive slices of P rows share words: the K rows of a weight are cut into tiles of 8 * P rows, and
-word row p of a tile holds, in its nibble s (bits 4s .. 4s + 3), row s * P + p of that tile:
+A word has S = 32 / bits slots for codes of 2, 4 or 8 bits. Codes of S consecutive slices of P rows share words: the K
+rows of a weight are cut into tiles of S * P rows, and word row p of a tile holds, in its slot s (4 bits: nibble s, bits
+4s .. 4s + 3), row s * P + p of that tile. With 4 bits:
 
-    nibble          0        1      ...      7
+    slot            0        1      ...      7
     rows of x    0..P-1   P..2P-1   ...  7P..8P-1      (word row p of the tile: the p-th row of each slice)
 
-So a kernel loads a block of words once, and nibble after nibble yields a slice of the weight that belongs to P
+So a kernel loads a block of words once, and slot after slot yields a slice of the weight that belongs to P
 neighbouring columns of x: no shuffles between threads. P is 16 where K allows, the least that tensor cores take.
+3-bit codes have no layout of their own: they are held in 4 bits.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ import torch
 
 from qengine_kernels.launch import ceil_div
 
-NIBBLES = 8
+BITS = (2, 4, 8)
+
+
+def slots_of(bits: int) -> int:
+    """Codes in a word."""
+    if bits not in BITS:
+        raise ValueError(f"{bits} bits are not held in words here; need: one of {BITS}")
+    return 32 // bits
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A 4-bit weight [K, N] on its device; value = (code - zero) * scale, by group of K rows.
+    """A weight [K, N] of 2, 4 or 8 bits on its device; value = (code - zero) * scale, by group of K rows.
 
-    words       int32 [ceil(K / 8), N], see above
+    words       int32 [ceil(K / slots), N], see above
     scales      float16, bfloat16 or float32 [G, N]
     zeros       uint8 [G, N], or None: `symmetric_zero` everywhere
     group_size  K rows that share a scale row; the last group may be shorter; G = ceil(K / group_size)
@@ -37,6 +46,11 @@ class PackedWeight:
     in_features: int
     group_size: int
     symmetric_zero: int = 8
+    bits: int = 4
+
+    @property
+    def slots(self) -> int:
+        return slots_of(self.bits)
 
     @property
     def out_features(self) -> int:
@@ -44,19 +58,22 @@ class PackedWeight:
 
     @property
     def slice_rows(self) -> int:
-        return slice_rows(self.in_features)
+        return slice_rows(self.in_features, self.bits)
 
 
-def slice_rows(in_features: int) -> int:
-    """P for a weight of K rows: the largest of 16, 8, 4, 2, 1 whose tiles of 8 * P rows fill K exactly (1 where K is
-    no multiple of 8: up to 7 rows of padding)."""
-    return next((p for p in (16, 8, 4, 2) if in_features % (NIBBLES * p) == 0), 1)
+def slice_rows(in_features: int, bits: int = 4) -> int:
+    """P for a weight of K rows: the largest of 16, 8, 4, 2, 1 whose tiles of S * P rows fill K exactly (1 where K is
+    no multiple of S: up to S - 1 rows of padding)."""
+    slots = slots_of(bits)
+    return next((p for p in (16, 8, 4, 2) if in_features % (slots * p) == 0), 1)
 
 
-def packed_bytes(in_features: int, out_features: int, group_size: int, zeros: bool, scale_bytes: int = 2) -> int:
+def packed_bytes(
+    in_features: int, out_features: int, group_size: int, zeros: bool, scale_bytes: int = 2, bits: int = 4
+) -> int:
     """Bytes of a `PackedWeight`; group_size as `normal_group_size` gives it."""
     groups = ceil_div(in_features, group_size)
-    return out_features * (4 * ceil_div(in_features, NIBBLES) + groups * (scale_bytes + int(zeros)))
+    return out_features * (4 * ceil_div(in_features, slots_of(bits)) + groups * (scale_bytes + int(zeros)))
 
 
 def normal_group_size(group_size: int, in_features: int) -> int:
@@ -68,24 +85,24 @@ def normal_group_size(group_size: int, in_features: int) -> int:
     return min(group_size, in_features)
 
 
-def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """codes uint8 [K, N], 0..15 -> words int32 [ceil(K / 8), N] in the layout above; rows past K hold code 0."""
+def pack_codes(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """codes uint8 [K, N], each below 2**bits -> words int32 [ceil(K / S), N] in the layout above; rows past K hold
+    code 0."""
     k, n = codes.shape
-    p = slice_rows(k)
-    padding = -k % NIBBLES
+    p, slots = slice_rows(k, bits), slots_of(bits)
+    padding = -k % slots
     if padding:
         codes = torch.cat([codes, codes.new_zeros(padding, n)])
-    tiles = codes.view(-1, NIBBLES, p, n)
+    tiles = codes.view(-1, slots, p, n)
     words = torch.zeros(tiles.shape[0], p, n, dtype=torch.int32, device=codes.device)
-    for s in range(NIBBLES):
-        words |= tiles[:, s].to(torch.int32) << (4 * s)
+    for s in range(slots):
+        words |= tiles[:, s].to(torch.int32) << (bits * s)
     return words.view(-1, n)
 
 
-def unpack_words(words: torch.Tensor, in_features: int) -> torch.Tensor:
-    """Inverse of `pack_codes`: words int32 [ceil(K / 8), N] -> uint8 [K, N]."""
+def unpack_words(words: torch.Tensor, in_features: int, bits: int = 4) -> torch.Tensor:
+    """Inverse of `pack_codes`: words int32 [ceil(K / S), N] -> uint8 [K, N]."""
     n = words.shape[1]
-    p = slice_rows(in_features)
-    tiles = words.view(-1, p, n)
-    slices = [((tiles >> (4 * s)) & 0xF).to(torch.uint8) for s in range(NIBBLES)]
+    tiles = words.view(-1, slice_rows(in_features, bits), n)
+    slices = [((tiles >> (bits * s)) & (2**bits - 1)).to(torch.uint8) for s in range(slots_of(bits))]
     return torch.stack(slices, dim=1).reshape(-1, n)[:in_features]

@@ -1,4 +1,4 @@
-"""The meaning of a packed 4-bit linear in plain torch."""
+"""The meaning of a packed linear in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qengine_kernels.wna16_gemm.layout import PackedWeight, unpack_words
 
 def dequantize_reference(weight: PackedWeight) -> torch.Tensor:
     """float32 [K, N]: (code - zero) * scale."""
-    codes = unpack_words(weight.words, weight.in_features).float()
+    codes = unpack_words(weight.words, weight.in_features, weight.bits).float()
     group = torch.arange(weight.in_features, device=codes.device) // weight.group_size
     zero = weight.symmetric_zero if weight.zeros is None else weight.zeros.float()[group]
     return (codes - zero) * weight.scales.float()[group]

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from qengine_kernels import cpu_linear
-from qengine_kernels.cpu_linear import DenseCpuLinear, Int4CpuLinear, Way, dense_bytes, int4_bytes, int4_group, measure
+from qengine_kernels.cpu_linear import (
+    DenseCpuLinear,
+    Int4CpuLinear,
+    Int8CpuLinear,
+    Way,
+    dense_bytes,
+    int4_bytes,
+    int4_group,
+    int8_bytes,
+    measure,
+)
 from qengine_kernels.cpu_linear.dense import packed_available
 from qengine_kernels.cpu_linear.reference import dequantize, linear
 from qengine_kernels.testing import relative_error
@@ -24,7 +34,7 @@ def quantised(n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor, t
     return codes, scales, zeros, torch.randn(n)
 
 
-def held(op: DenseCpuLinear | Int4CpuLinear) -> int:
+def held(op: DenseCpuLinear | Int4CpuLinear | Int8CpuLinear) -> int:
     return sum(t.numel() * t.element_size() for t in op.buffers().values())
 
 
@@ -43,6 +53,31 @@ def test_int4(n: int, k: int, group: int, dtype: torch.dtype) -> None:
             assert y.dtype is dtype
             assert relative_error(y, linear(x, weight, bias)) < LIMIT[dtype], (keep, way, m, op.kernel)
             assert relative_error(y, linear(x, wrong, bias)) > 0.02
+
+
+@pytest.mark.parametrize("n, k, group", SHAPES)
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_int8(n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    codes, scales, zeros, bias = quantised(n, k, group)
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    zeros = zeros * 8 + 64
+    weight, wrong = (dequantize(codes, scales, z, group) for z in (zeros, zeros + 16))
+    for keep, way in itertools.product((True, False), WAYS):
+        op = Int8CpuLinear(codes, scales, zeros, group, bias, dtype, preferred=way, keep_dense=keep)
+        assert held(op) == int8_bytes(n, k, group, True, dtype, preferred=way, keep_dense=keep)
+        halves = not keep and dtype is torch.bfloat16 and int4_group(k, group) is not None
+        assert bool(op.halves) == halves and ("two int4 halves" in op.kernel) == halves
+        for m in (1, 33):
+            x = (torch.randn(m, k) + 1).to(dtype)
+            y = op(x)
+            assert y.dtype is dtype
+            assert relative_error(y, linear(x, weight, bias)) < LIMIT[dtype], (keep, way, m, op.kernel)
+            assert relative_error(y, linear(x, wrong, bias)) > 0.02
+
+
+def test_int8_halves_take_half_of_16_bit() -> None:
+    sizes = [int8_bytes(512, 512, 128, False, torch.bfloat16, preferred="plain", keep_dense=k) for k in (False, True)]
+    assert sizes[0] < 1.1 * 512 * 512 < 2 * 512 * 512 == sizes[1]
 
 
 def test_both_sides_of_the_switch_agree() -> None:

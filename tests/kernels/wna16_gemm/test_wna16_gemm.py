@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qengine_awq.kernels import unpack_nibble
+from qengine_gptq.kernels import UNPACK
 from qengine_kernels.launch import Chip
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
 from qengine_kernels.wna16_gemm import (
@@ -16,7 +16,7 @@ from qengine_kernels.wna16_gemm import (
     unpack_words,
     wna16_matmul,
 )
-from qengine_kernels.wna16_gemm.config import plan_gemm
+from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.launcher import dequantize
 from qengine_kernels.wna16_gemm.reference import dequantize_reference, wna16_reference
 
@@ -28,18 +28,19 @@ SHAPES = [(256, 128, 128), (576, 72, 64), (192, 64, -1), (96, 8, 64), (200, 136,
 
 
 def weight_of(
-    k: int, n: int, group_size: int, device: torch.device, zeros: bool = True
+    k: int, n: int, group_size: int, device: torch.device, zeros: bool = True, bits: int = 4
 ) -> tuple[PackedWeight, torch.Tensor]:
     """A packed weight and its dense float32 meaning [K, N], computed from the codes and not from the packing."""
     group = normal_group_size(group_size, k)
     groups = -(-k // group)
-    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
-    zero = torch.randint(0, 16, (groups, n), dtype=torch.uint8)
+    codes = torch.randint(0, 1 << bits, (k, n), dtype=torch.uint8)
+    zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8)
+    middle = 1 << (bits - 1)
     scales = (torch.rand(groups, n) * 0.05 + 0.01).half()
     row = torch.arange(k) // group
-    dense = (codes.float() - (zero.float()[row] if zeros else 8.0)) * scales.float()[row]
+    dense = (codes.float() - (zero.float()[row] if zeros else middle)) * scales.float()[row]
     zero_or_none = zero.to(device) if zeros else None
-    packed = PackedWeight(pack_codes(codes.to(device)), scales.to(device), zero_or_none, k, group)
+    packed = PackedWeight(pack_codes(codes.to(device), bits), scales.to(device), zero_or_none, k, group, middle, bits)
     return packed, dense.to(device)
 
 
@@ -53,9 +54,34 @@ def test_matches_reference(
     x = torch.randn(m, shape[0]).to(dtype).to(device)
     bias = torch.randn(shape[1]).to(dtype).to(device)
     with poisoned_empty():
-        got = wna16_matmul(x, weight, bias, unpack_nibble, route=route)  # type: ignore[arg-type]
+        got = wna16_matmul(x, weight, bias, UNPACK[weight.bits], route=route)  # type: ignore[arg-type]
     assert got.dtype == dtype
     assert_close(route, got, x.float() @ dense + bias.float(), LIMITS[dtype])
+
+
+# bits, K, N, group size, and how often scales change: every grouping of the kernels for 2 and 8 bits
+OTHER_BITS = [
+    (2, 512, 72, 256, 0), (2, 192, 64, 128, 1), (2, 512, 40, 32, 2), (2, 256, 64, 128, 2), (2, 200, 40, 24, 3),
+    (2, 77, 64, -1, 0), (8, 256, 72, 128, 0), (8, 96, 64, 32, 1), (8, 128, 40, 32, 2), (8, 200, 40, 24, 1),
+    (8, 77, 64, 30, 3), (4, 256, 64, 64, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
+@pytest.mark.parametrize(("m", "route"), [(3, "gemv"), (17, "gemm"), (5, "dequantize")])
+@pytest.mark.parametrize("shape", OTHER_BITS, ids=readable_id)
+def test_other_bits(
+    shape: tuple[int, int, int, int, int], m: int, route: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    bits, k, n, group_size, expected = shape
+    weight, dense = weight_of(k, n, group_size, device, zeros=m != 17, bits=bits)
+    assert grouping(weight.group_size, k, weight.slice_rows, 16, weight.slots) == expected
+    x = torch.randn(m, k).to(dtype).to(device)
+    with poisoned_empty():
+        got = wna16_matmul(x, weight, None, UNPACK[bits], route=route)  # type: ignore[arg-type]
+    assert_close(route, got, x.float() @ dense, LIMITS[dtype])
+    with pytest.raises(KernelMismatch):
+        assert_close("one group further", got, x.float() @ dense.roll(1, 1), 0.1)
 
 
 @pytest.mark.parametrize("route", ["gemv", "gemm", "dequantize"])
@@ -63,7 +89,7 @@ def test_without_zeros_and_bias_the_zero_is_8(route: str, device: torch.device) 
     weight, dense = weight_of(200, 64, 64, device, zeros=False)
     x = torch.randn(4, 200, device=device)
     with poisoned_empty():
-        got = wna16_matmul(x, weight, None, unpack_nibble, route=route)  # type: ignore[arg-type]
+        got = wna16_matmul(x, weight, None, UNPACK[weight.bits], route=route)  # type: ignore[arg-type]
     assert_close(route, got, x @ dense, 1e-5)
     with pytest.raises(KernelMismatch):
         assert_close("zero 7", got, x @ (dense + weight.scales.float()[torch.arange(200) // 64]), 1e-2)
@@ -79,7 +105,7 @@ def test_any_split_of_k(route: str, multiprocessors: int, splits: int, device: t
     weight, dense = weight_of(1192, 64, 32, device)
     x, bias = torch.randn(2, 1192, device=device), torch.randn(64, device=device)
     with poisoned_empty():
-        got = wna16_matmul(x, weight, bias, unpack_nibble, chip, route)  # type: ignore[arg-type]
+        got = wna16_matmul(x, weight, bias, UNPACK[weight.bits], chip, route)  # type: ignore[arg-type]
     assert_close("split", got, x @ dense + bias, 1e-5)
 
 
@@ -88,7 +114,7 @@ def test_dequantises_any_columns(device: torch.device) -> None:
     plan = plan_gemm(Chip.known(90), 1000, 200, 136, 2)
     assert plan.route == "dequantize"
     out = torch.full((136, 72), float("nan"), device=device)
-    dequantize(weight, unpack_nibble, out, 64, plan)
+    dequantize(weight, UNPACK[weight.bits], out, 64, plan)
     assert torch.equal(out, dense[:, 64:136])
 
 
@@ -98,7 +124,7 @@ def test_chunks_of_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch
     weight, dense = weight_of(200, 136, 32, device)
     x, bias = torch.randn(40, 200, device=device), torch.randn(136, device=device)
     with poisoned_empty():
-        got = wna16_matmul(x, weight, bias, unpack_nibble, Chip.known(75))
+        got = wna16_matmul(x, weight, bias, UNPACK[weight.bits], Chip.known(75))
     assert_close("chunks", got, x @ dense + bias, 1e-5)
 
 
@@ -113,12 +139,12 @@ def test_routes_by_chip() -> None:
 def test_strided_and_empty_x(device: torch.device) -> None:
     weight, dense = weight_of(64, 32, 32, device)
     wide = torch.randn(3, 200, device=device)
-    assert_close("rows", wna16_matmul(wide[:, 8:72], weight, None, unpack_nibble), wide[:, 8:72] @ dense, 1e-5)
+    assert_close("rows", wna16_matmul(wide[:, 8:72], weight, None, UNPACK[weight.bits]), wide[:, 8:72] @ dense, 1e-5)
     columns = torch.randn(64, 3, device=device).T
-    assert_close("columns", wna16_matmul(columns, weight, None, unpack_nibble), columns @ dense, 1e-5)
-    assert wna16_matmul(wide[:0, :64], weight, None, unpack_nibble).shape == (0, 32)
+    assert_close("columns", wna16_matmul(columns, weight, None, UNPACK[weight.bits]), columns @ dense, 1e-5)
+    assert wna16_matmul(wide[:0, :64], weight, None, UNPACK[weight.bits]).shape == (0, 32)
     with pytest.raises(ValueError, match="200 columns, the weight 64 rows"):
-        wna16_matmul(wide, weight, None, unpack_nibble)
+        wna16_matmul(wide, weight, None, UNPACK[weight.bits])
 
 
 @pytest.mark.parametrize("k", [8, 77, 200, 576, 1024])
@@ -129,6 +155,11 @@ def test_packing_round_trip_and_bytes(k: int) -> None:
     weight, dense = weight_of(k, 24, 32, torch.device("cpu"))
     assert torch.equal(dequantize_reference(weight), dense)
     held = [weight.words, weight.scales, weight.zeros]
+    for bits in (2, 8):
+        codes = torch.randint(0, 1 << bits, (k, 24), dtype=torch.uint8)
+        assert torch.equal(unpack_words(pack_codes(codes, bits), k, bits), codes)
+    with pytest.raises(ValueError, match="3 bits"):
+        pack_codes(codes, 3)
     assert packed_bytes(k, 24, min(32, k), True) == sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
