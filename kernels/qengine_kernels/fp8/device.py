@@ -92,3 +92,13 @@ def e5m2_decode(b, NATIVE: tl.constexpr):
         return b.to(tl.float8e5, bitcast=True).to(tl.float16)
     else:
         return (b.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def e4m3_dot(a, w, NATIVE: tl.constexpr):
+    """uint8 e4m3 codes [M, K] and [K, N] -> float32 [M, N], the sum over this K. NATIVE uses matrix units for 8-bit
+    floats (sm_89 and up); else the values, which float16 holds, are multiplied."""
+    if NATIVE:
+        return tl.dot(a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
+    else:
+        return tl.dot(e4m3_decode(a, False), e4m3_decode(w, False))
