@@ -1,0 +1,158 @@
+"""Linears that keep integer weights and compute with 16-bit (or float32) activations: W2 to W8, A16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qengine.plugin import Capability, DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
+from qengine_compressed_tensors.integers import FLOATS, Codes, IntFormat, joined, same_order
+from qengine_kernels.cpu_linear import Int4CpuLinear, Int8CpuLinear, int4_bytes, int8_bytes, tuning
+
+
+class IntCpuLinear(LinearOp):
+    """Up to 4 bits: int4 for small batches and a dense GEMM above. 5 to 8 bits: see `Int8CpuLinear`."""
+
+    def __init__(self, linear: Int4CpuLinear | Int8CpuLinear, order: torch.Tensor | None, bits: int) -> None:
+        self.linear, self.order = linear, order
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.kernel = linear.kernel
+        held = 4 if isinstance(linear, Int4CpuLinear) else 8
+        if bits != held:
+            self.kernel += f"; {bits}-bit codes are held in {held} bits"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x if self.order is None else x.index_select(1, self.order))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.linear.buffers() | ({} if self.order is None else {"order": self.order})
+
+
+class SideBySide(LinearOp):
+    """Shards whose input channels are ordered differently: each reorders and multiplies on its own."""
+
+    def __init__(self, ops: Sequence[LinearOp]) -> None:
+        self.ops = list(ops)
+        self.in_features = ops[0].in_features
+        self.out_features = sum(op.out_features for op in ops)
+        self.kernel = f"{ops[0].kernel}; fused shards run one by one, because their channel orders differ"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([op(x) for op in self.ops], dim=1)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {f"{i}.{name}": t for i, op in enumerate(self.ops) for name, t in op.buffers().items()}
+
+
+@dataclass
+class WeightOnlyInt(LinearScheme):
+    """`stored` says how the weight lies in the file. `unused` are leaves that the file may hold beside it and that
+    are not needed when activations stay as they are (static activation scales). `keep_dense`: keep a dense copy for
+    large batches on a CPU."""
+
+    stored: IntFormat
+    unused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    notes: Sequence[str] = ()
+    keep_dense: bool = True
+
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        return f"compressed-tensors {self.stored}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("compressed-tensors", self.stored, self.unused, self.keep_dense)
+
+    def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
+        needs = self.stored.tensors(spec)
+        needs += [TensorNeed(leaf, shape, ANY, required=False) for leaf, shape in self.unused]
+        return needs + bias_need(spec)
+
+    def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
+        n, k, s = spec.out_features, spec.in_features, self.stored
+        order = 4 * k if s.reordered else 0  # once, where shards that run fused agree on it
+        if device.type == "cpu":
+            t, keep = tuning(), self.keep_dense
+            shape = (n, k, s.group_size, spec.bias, dtype)
+            if s.bits <= 4:
+                return order + int4_bytes(*shape, limit=t.int4_limit, preferred=t.dense, keep_dense=keep)
+            return order + int8_bytes(*shape, preferred=t.dense, keep_dense=keep)
+        from qengine_kernels.wna16_gemm.layout import normal_group_size, packed_bytes
+
+        group = normal_group_size(s.group_size, k)
+        held = next(b for b in (2, 4, 8) if b >= s.bits)
+        size = packed_bytes(k, n, group, s.zeros is not None, s.scale_bytes, held)
+        return order + size + spec.bias * n * dtype.itemsize
+
+    def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
+        if device.type == "cpu":
+            name = str(dtype).removeprefix("torch.")
+            if self.stored.bits <= 4 and dtype is torch.bfloat16:
+                return Capability.native("int4 GEMM")
+            return Capability.emulated(f"dequantised to {name} at load")
+        return gpu_capability(device, dtype, "Triton weight-only")
+
+    def compact(self) -> WeightOnlyInt | None:
+        """Without the dense copy on a CPU: 0.56 instead of 2.56 bytes a weight at 4 bits, 1.1 instead of 2 at 8."""
+        return dataclasses.replace(self, keep_dense=False) if self.keep_dense else None
+
+    def bind(
+        self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> LinearOp:
+        biases = [shard.tensors.pop("bias") if shard.spec.bias else None for shard in shards]
+        parts = []
+        for shard in shards:
+            parts.append(self.stored.decode(shard.spec, shard.tensors, device))
+            shard.tensors.clear()
+        if not same_order(parts):
+            pairs = zip(parts, biases, strict=True)
+            return SideBySide([self._op(part, bias, device, info, dtype) for part, bias in pairs])
+        bias = torch.cat([b for b in biases if b is not None]) if shards[0].spec.bias else None
+        weight = joined(parts)
+        parts.clear()
+        return self._op(weight, bias, device, info, dtype)
+
+    def _op(
+        self, w: Codes, bias: torch.Tensor | None, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> LinearOp:
+        s = self.stored
+        if device.type != "cpu":
+            from qengine_compressed_tensors.kernels import IntCudaLinear
+
+            placed = None if bias is None else bias.to(device)
+            return IntCudaLinear(w, s.bits, s.middle, s.group_size, placed, dtype, info)
+        zeros = torch.full_like(w.scales, s.middle, dtype=torch.float32) if w.zeros is None else w.zeros.float()
+        t = tuning()
+        linear: Int4CpuLinear | Int8CpuLinear
+        arguments = (w.codes, w.scales.float(), zeros, s.group_size, bias, dtype)
+        if s.bits <= 4:
+            linear = Int4CpuLinear(*arguments, limit=t.int4_limit, preferred=t.dense, keep_dense=self.keep_dense)
+        else:
+            linear = Int8CpuLinear(*arguments, preferred=t.dense, keep_dense=self.keep_dense)
+        return IntCpuLinear(linear, w.order, s.bits)
+
+    def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.stored.dequantize(spec, tensors)
+
+
+ANY = ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8")
+"""Dtypes of tensors that are not needed."""
+
+
+def bias_need(spec: LinearSpec) -> list[TensorNeed]:
+    return [TensorNeed("bias", (spec.out_features,), (*FLOATS, "F64"), output_dim=0)] if spec.bias else []
+
+
+def gpu_capability(device: DeviceInfo, dtype: torch.dtype, reason: str) -> Capability:
+    """What every kernel here asks of a GPU."""
+    if device.sm < 75:
+        return Capability.refused(f"compute capability 7.5 or newer is needed, this GPU has {device.capability}")
+    if device.sm < 80 and dtype is torch.bfloat16:
+        return Capability.refused(
+            f"bfloat16 needs compute capability 8.0, this GPU has {device.capability}; --dtype half works"
+        )
+    return Capability.native(reason)
