@@ -18,7 +18,8 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     """Return the config with `model` (and `tokenizer`) set to local folders.
 
     Without a model, the demo model is fetched and converted once. A 16-bit checkpoint with a `quantization` whose
-    plugin can make its format gets a quantised copy in the user's cache, made once.
+    plugin can make its format gets a quantised copy in the user's cache, made once; one whose plugin converts while it
+    loads stays as it is.
     """
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder
@@ -39,9 +40,11 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
 
 
 def _quantised_copy(folder: Path, method: str | None, say: Say) -> Path:
-    if method is None:
-        return folder
+    from qengine.plugin.discovery import load_plugin
     from qengine.runtime.checkpoint import Checkpoint
+
+    if method is None or load_plugin("weight", method).quantizes_at_load:
+        return folder
 
     if not Checkpoint.open(folder).is_dense():
         return folder

@@ -10,11 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from qengine.plugin.device import Capability, DeviceInfo
+
+if TYPE_CHECKING:
+    from qengine.plugin.experts import ExpertsOp
 
 CONTRACT_VERSION = 1
 """Version of both plugin contracts. A plugin states the one it was written for, as a number, in its `contract`."""
@@ -136,6 +139,16 @@ class LinearScheme(ABC):
         the loader goes on and reports all such modules together.
         """
 
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        """An empty grouped op for `count` experts of a mixture, all of this scheme's key and of `spec`'s shape (of
+        shards that run fused, the whole, as in `resident_bytes`). It keeps `resident_bytes` for each expert.
+
+        None, the default: the experts are bound by `bind` and run one after the other. See `qengine.plugin.experts`.
+        """
+        return None
+
     @abstractmethod
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The plain meaning of the stored tensors: float32 [out_features, in_features]. The reference of every test."""
@@ -165,6 +178,10 @@ class WeightQuant(ABC):
     """The contract version that the plugin was written for: a number, so that it stays when qengine's moves on."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` values in a checkpoint's config that this plugin reads (its own `name` included)."""
+    quantizes_at_load: ClassVar[bool] = False
+    """Asked for on a 16-bit checkpoint, this format takes it as it is: `scheme_for` gives its dense modules a scheme
+    whose `tensors` are the 16-bit ones and whose `bind` converts them. Otherwise a quantised copy is made first,
+    through `quantizer`."""
 
     @classmethod
     @abstractmethod

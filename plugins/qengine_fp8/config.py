@@ -1,0 +1,103 @@
+"""The config dicts of `quant_method` "fp8" (AutoFP8, DeepSeek, transformers) and "modelopt" (NVIDIA ModelOpt).
+
+Tensors decide how a module is stored; what is read here are the block size, which no tensor states, and what the
+tensors are checked against.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+E4M3_NAMES = ("e4m3", "e4m3fn", "float8_e4m3fn", "fp8_e4m3")
+SKIP_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
+"""AutoFP8's and vLLM's, transformers', and ModelOpt's two."""
+MODELOPT_ALGOS = ("FP8",)
+LEAST_BLOCK = 32
+"""Blocks come in multiples of this many inputs, which the matrix units need."""
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """`block` is (outputs, inputs) that share a scale, None where the config states none; `static` None where nothing
+    says how activations are scaled; `at_load`: no config at all, so 16-bit weights are to be converted."""
+
+    block: tuple[int, int] | None = None
+    static: bool | None = None
+    skipped: tuple[str, ...] = ()
+    at_load: bool = False
+
+    def skip_rule(self, name: str) -> str | None:
+        """The entry of the skip list that names this module, in any of its writers' readings: the full name or its
+        end or beginning in whole parts, with or without "model.", or a wildcard."""
+        for rule in self.skipped:
+            short, own = rule.removeprefix("model."), name.removeprefix("model.")
+            parts = own == short or own.endswith("." + short) or own.startswith(short + ".")
+            if parts or fnmatch.fnmatchcase(name, rule) or fnmatch.fnmatchcase(own, short):
+                return rule
+        return None
+
+
+def read_config(config: Mapping[str, Any] | None) -> Fp8Config:
+    """`quant_method` "fp8". Raises ValueError naming field and value for what is not read here."""
+    if config is None:
+        return Fp8Config(at_load=True)
+    form = config.get("fmt")
+    if form is not None and str(form).lower() not in E4M3_NAMES:
+        raise ValueError(f"fmt {form!r} is not supported by fp8; need: e4m3 (the finite kind that files hold, e4m3fn)")
+    scheme = config.get("activation_scheme")
+    if scheme not in (None, "static", "dynamic"):
+        raise ValueError(f"activation_scheme {scheme!r} is not supported by fp8; need: static or dynamic")
+    scale_fmt = config.get("scale_fmt")
+    if scale_fmt is not None and str(scale_fmt).lower() not in ("ue8m0", "float", "float32"):
+        raise ValueError(f"scale_fmt {scale_fmt!r} is not supported by fp8; need: ue8m0 or float32")
+    block = read_block(config.get("weight_block_size"))
+    if block is not None and scheme == "static":
+        raise ValueError(
+            f"activation_scheme 'static' makes no sense with weight_block_size {list(block)}: activations of "
+            "block-scaled weights are scaled by what they hold; need: dynamic"
+        )
+    return Fp8Config(block, None if scheme is None else scheme == "static", read_skips(config))
+
+
+def read_block(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    sizes = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if len(sizes) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
+        raise ValueError(f"weight_block_size {value!r} makes no sense; need: [outputs, inputs], such as [128, 128]")
+    if sizes[1] % LEAST_BLOCK:
+        raise ValueError(f"weight_block_size {value!r} is not supported; need: a multiple of {LEAST_BLOCK} inputs")
+    return sizes[0], sizes[1]
+
+
+def read_skips(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules left in 16 bits, from every key that writers use."""
+    found: list[str] = []
+    for key in SKIP_KEYS:
+        names = config.get(key)
+        if names is None:
+            continue
+        if isinstance(names, str) or not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{key} {names!r} makes no sense; need: a list of module names")
+        found.extend(names)
+    return tuple(dict.fromkeys(found))
+
+
+def read_modelopt(config: Mapping[str, Any] | None) -> Fp8Config:
+    """`quant_method` "modelopt": config.json's quantization_config, or hf_quant_config.json with its own nesting.
+
+    Raises ValueError naming `quant_algo` and its value for every algorithm but FP8. ModelOpt's config_groups repeat
+    the algorithm and lack what a compressed-tensors reader needs; they are not looked at.
+    """
+    if config is None:
+        return Fp8Config()
+    inner = config.get("quantization")
+    settings: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
+    algo = settings.get("quant_algo")
+    name = algo.upper() if isinstance(algo, str) else algo
+    if name not in MODELOPT_ALGOS:
+        raise ValueError(f"quant_algo {algo!r} is not supported by modelopt; need: {' or '.join(MODELOPT_ALGOS)}")
+    return Fp8Config(skipped=read_skips(settings))
