@@ -18,6 +18,9 @@ class Linear(Leaf):
     are bound as one op; otherwise each run of equal neighbours gets its own op and the outputs are concatenated.
     """
 
+    quantizable = True
+    """Whether making a quantised copy of a model may quantise it; a checkpoint may hold it in any format."""
+
     def __init__(
         self,
         ctx: ModelContext,
@@ -65,19 +68,14 @@ class Linear(Leaf):
         """Bytes that `load` will keep, by format."""
         total: dict[str, int] = {}
         for scheme, specs in self.runs():
-            fused = replace(specs[0], out_features=sum(spec.out_features for spec in specs))
+            fused = whole(specs)
             total[scheme.format] = total.get(scheme.format, 0) + scheme.resident_bytes(fused, info, self.dtype)
         return total
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         self.ops = []
         for scheme, specs in self.runs():
-            shards = []
-            for spec in specs:
-                prefix = spec.name + "."
-                own = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
-                shards.append(LinearShard(spec, own))
-            self.ops.append(scheme.bind(shards, self.device, self.info, self.dtype))
+            self.ops.append(scheme.bind(take_shards(specs, tensors), self.device, self.info, self.dtype))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {f"{i}.{k}": t for i, op in enumerate(self.ops) for k, t in op.buffers().items()}
@@ -88,3 +86,18 @@ class Linear(Leaf):
         if len(ops) == 1:
             return ops[0](x)
         return torch.cat([op(x) for op in ops], dim=-1)
+
+
+def whole(specs: Sequence[LinearSpec]) -> LinearSpec:
+    """The spec of shards that run fused: the first one's name, all their outputs."""
+    return replace(specs[0], out_features=sum(spec.out_features for spec in specs))
+
+
+def take_shards(specs: Sequence[LinearSpec], tensors: dict[str, torch.Tensor]) -> list[LinearShard]:
+    """Move each spec's tensors out of `tensors` (full name -> tensor)."""
+    shards = []
+    for spec in specs:
+        prefix = spec.name + "."
+        own = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
+        shards.append(LinearShard(spec, own))
+    return shards

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,18 @@ GATE_UP = ("gate_proj", "up_proj")
 EMBEDDING = "model.embed_tokens"
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer. `width`: a third of the elements a token that live at once in it beside its
+    input and result, which of a gated MLP is the intermediate size (gate, up, and their product)."""
+
+    @property
+    def width(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        ...
+
+
 @dataclass(frozen=True)
 class LayerRules:
     """How one decoder layer differs from plain Llama.
@@ -35,6 +48,7 @@ class LayerRules:
     `qkv` and `gate_up` are the checkpoint's names: several run fused here, one is already fused on disk. `norm_offset`
     1 is Gemma's weight - 1 on disk. `query_scale` multiplies q.k (None: head_dim ** -0.5). `post_norms` normalises each
     sublayer's output before it is added (Gemma); then `feed_forward_norm` names the norm in front of the feed-forward.
+    `feed_forward` builds another feed-forward than the gated MLP, given the decoder layer's name.
     """
 
     qkv: tuple[str, ...] = QKV
@@ -49,6 +63,7 @@ class LayerRules:
     soft_cap: float | None = None
     post_norms: bool = False
     feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward: Callable[[ModelContext, str], FeedForward] | None = None
 
 
 class SelfAttention:
@@ -86,6 +101,7 @@ class GatedMLP:
 
     def __init__(self, ctx: ModelContext, name: str, shape: DecoderShape, rules: LayerRules) -> None:
         h, i = shape.hidden_size, shape.intermediate_size
+        self.width = i
         outs = [i, i] if len(rules.gate_up) == 2 else [2 * i]
         self.gate_up = Linear(ctx, [f"{name}.{n}" for n in rules.gate_up], h, outs, bias=rules.mlp_bias)
         self.activation = GatedActivation(shape.activation)
@@ -107,7 +123,11 @@ class DecoderLayer:
         self.attention = SelfAttention(ctx, f"{name}.self_attn", shape, rules, rotary)
         self.after_attention = norm("post_attention_layernorm") if rules.post_norms else None
         self.feed_forward_norm = norm(rules.feed_forward_norm)
-        self.mlp = GatedMLP(ctx, f"{name}.mlp", shape, rules)
+        self.mlp: FeedForward
+        if rules.feed_forward is None:
+            self.mlp = GatedMLP(ctx, f"{name}.mlp", shape, rules)
+        else:
+            self.mlp = rules.feed_forward(ctx, name)
         self.after_mlp = norm("post_feedforward_layernorm") if rules.post_norms else None
 
     def __call__(
@@ -137,7 +157,6 @@ class Decoder(Model):
         super().__init__(ctx)
         self.vocab_size = shape.vocab_size
         self.hidden_size = shape.hidden_size
-        self.intermediate_size = shape.intermediate_size
         self.num_layers = shape.num_layers
         self.max_position = max_position(ctx.config)
         self.tied = is_tied(ctx.config)
@@ -145,6 +164,7 @@ class Decoder(Model):
         self.layers = [
             DecoderLayer(ctx, f"model.layers.{i}", shape, rules[i], rotary(i)) for i in range(shape.num_layers)
         ]
+        self.intermediate_size = max(layer.mlp.width for layer in self.layers)
         self.rotaries = list(dict.fromkeys(layer.attention.rotary for layer in self.layers))
         self.norm = RMSNorm(ctx, "model.norm", shape.hidden_size, shape.norm_eps, rules[0].norm_offset)
         self.lm_head = output_layer(ctx, "lm_head", EMBEDDING, shape.hidden_size, shape.vocab_size, bias=False)

@@ -7,21 +7,32 @@ from typing import Any
 
 from qengine.errors import CheckpointError
 from qengine.layers.module import ModelContext
-from qengine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from qengine.layers.moe import ExpertNames
+from qengine.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe
 from qengine.models.model import Model
 
-__all__ = ["NATIVE", "Model", "build_model", "native_builder"]
+__all__ = ["EXPERTS", "NATIVE", "Model", "build_model", "native_builder"]
 
 NATIVE: dict[str, tuple[str, Callable[[ModelContext], Model]]] = {
     "llama": ("LlamaForCausalLM", llama.build),
     "mistral": ("MistralForCausalLM", mistral.build),
     "qwen2": ("Qwen2ForCausalLM", qwen2.build),
     "qwen3": ("Qwen3ForCausalLM", qwen3.build),
+    "mixtral": ("MixtralForCausalLM", mixtral.build),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", qwen2_moe.build),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe.build),
     "phi3": ("Phi3ForCausalLM", phi3.build),
     "gemma2": ("Gemma2ForCausalLM", gemma2.build),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3.build),
 }
 """model_type -> (architecture, builder)."""
+
+EXPERTS: dict[str, ExpertNames] = {
+    "mixtral": mixtral.NAMES,
+    "qwen2_moe": qwen2_moe.NAMES,
+    "qwen3_moe": qwen3_moe.NAMES,
+}
+"""model_type -> how these families' checkpoints name experts."""
 
 
 def native_builder(config: Any) -> Callable[[ModelContext], Model] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qengine.plugin.device import Capability, DeviceInfo
+    from qengine.plugin.experts import ExpertPairs, ExpertsOp
     from qengine.plugin.kv import (
         AttentionSpec,
         KVDtype,
@@ -32,6 +33,8 @@ __all__ = [
     "AttentionSpec",
     "Capability",
     "DeviceInfo",
+    "ExpertPairs",
+    "ExpertsOp",
     "KVDtype",
     "KVFunctions",
     "KVLayout",
@@ -46,9 +49,11 @@ __all__ = [
     "WeightQuant",
 ]
 
-_MODULES = {"Capability": "device", "DeviceInfo": "device"} | dict.fromkeys(
-    ("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"
-)
+_MODULES = {
+    **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
+    **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"),
+    **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -45,20 +45,21 @@ def balance(
     Raises CheckpointError for missing tensors (the first ten and the count) and for wrong ones (have / need).
     """
     result = Balance()
-    missing: list[str] = []
+    missing: dict[str, None] = {}  # in order, each once
     wrong: list[str] = []
     for name, need in needs:
         info = provided.get(name)
         if info is None:
-            if need.required and name not in missing:
-                missing.append(name)
+            if need.required:
+                missing[name] = None
             continue
         result.take.add(name)
         if problem := _mismatch(info, need):
             wrong.append(f"{name}: {problem}")
     untouched = [n for n in provided if n not in result.take and n not in consumed]
     if missing:
-        raise CheckpointError(_missing_text(missing, untouched), hint=_missing_hint(missing, untouched))
+        names = list(missing)
+        raise CheckpointError(_missing_text(names, untouched), hint=_missing_hint(names, untouched))
     if wrong:
         raise CheckpointError(f"{len(wrong)} tensor(s) do not fit the model: {first_names(wrong)}")
     for name in untouched:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ class Checkpoint:
         """(file name, byte offset): sorting by it reads the disk in order."""
         header = self._home[name]
         return header.path.name, header.spans[name][0]
+
+    def split(self, name: str, pieces: Sequence[TensorInfo]) -> None:
+        """Show tensor `name` as `pieces` instead, which lie in it one after the other and make up all of it; one piece
+        of the same shape renames it. No data is read. Raises CheckpointError when a piece's name is taken."""
+        header = self._home[name]
+        start, length = header.spans[name]
+        if sum(tensor_bytes(piece) for piece in pieces) != length:
+            raise ValueError(f"the pieces of {name} do not make up its {length} bytes")
+        for piece in pieces:
+            if piece.name in self.tensors:
+                raise CheckpointError(f"{header.path.name} holds {piece.name} twice: under this name and in {name}")
+            size = tensor_bytes(piece)
+            header.tensors[piece.name], header.spans[piece.name] = piece, (start, size)
+            self.tensors[piece.name], self._home[piece.name] = piece, header
+            start += size
+        del self.tensors[name], self._home[name]
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.expert_layout import settle_experts
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 HEAD = "lm_head."
@@ -17,7 +18,8 @@ HEAD = "lm_head."
 def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """config.json through transformers, read from the folder alone. Raises CheckpointError with the cause's line.
 
-    `tie_word_embeddings` is already settled by what the file holds, see `settle_tied`.
+    `tie_word_embeddings` is already settled by what the file holds, see `settle_tied`, and `checkpoint` shows experts
+    under their family's names, see `settle_experts`.
     """
     raw = checkpoint.raw_config
     if "auto_map" in raw and raw.get("model_type") is None and not trust_remote_code:
@@ -33,7 +35,7 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
             f"config.json (model_type {kind!r}) is not understood: {first}",
             hint="a model type that the installed transformers knows",
         ) from e
-    checkpoint.notes += settle_tied(config, checkpoint)
+    checkpoint.notes += settle_tied(config, checkpoint) + settle_experts(config, checkpoint)
     return config
 
 
