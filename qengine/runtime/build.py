@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -91,7 +91,7 @@ def build_engine(config: EngineConfig) -> Engine:
     limits = SchedulerConfig(b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, policy)
     scheduler = Scheduler(limits, pages)
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
-    runner = Runner(b.model, cache, sampler, len(groups), b.device, _thread_rule(b))
+    runner = Runner(b.model, cache, sampler, len(groups), b.device)
     warm = warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     lines = _report(b, loaded, cache, [*warm, f"Ready after {time.perf_counter() - start:.1f} seconds"])
     facts = EngineFacts(
@@ -227,16 +227,6 @@ def _scale_version(scales: ResolvedScales) -> str:
     """Names the scales in a block's identity: blocks written with other scales must not be shared."""
     values = [s for pair in scales.scales.values() for s in (*pair.k.tolist(), *pair.v.tolist())]
     return str(hash(tuple(values)))
-
-
-def _thread_rule(b: Built) -> Callable[[int], int] | None:
-    if b.device.type != "cpu":
-        return None
-    from qengine_kernels.cpu_linear import threads_for
-
-    sizes = [leaf.in_features * leaf.out_features for leaf in b.model.linears() if leaf is not b.model.lm_head]
-    typical = sum(sizes) // max(len(sizes), 1)
-    return lambda tokens: threads_for(tokens, typical)
 
 
 def _neighbour_notes(memory: devices.DeviceMemory) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +13,7 @@ from qengine.models.model import Model
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
 from qengine.runtime.sampler import Sampler, logprobs_of
+from qengine.runtime.threads import ThreadChoice
 
 NONFINITE = "the model's logits were not finite (NaN or infinity) for this request"
 PROMPT_ROWS = 512
@@ -39,14 +39,14 @@ class Runner:
         sampler: Sampler,
         num_groups: int,
         device: torch.device,
-        threads_for: Callable[[int], int] | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self.inputs = InputBuilder(cache.block_size, num_groups, device)
         self.device = device
-        self.threads_for = threads_for
+        self.threads: ThreadChoice | None = None
+        """CPU only; set once measured."""
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
     def forget(self, request_id: str) -> None:
@@ -60,12 +60,14 @@ class Runner:
         self.cache.zero_blocks(step.zero_blocks)
         self.cache.copy_blocks(step.copy_blocks)
         inputs = self.inputs.build(step)
-        self._set_threads(inputs.batch.num_tokens)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads.for_tokens(inputs.batch.num_tokens))
         hidden = self.model.forward(inputs.token_ids, inputs.batch)
         result = StepResult()
         self._prompt_logprobs(step, inputs, hidden, result)
         if inputs.sampling:
-            self._set_threads(None)
+            if self.threads is not None:
+                torch.set_num_threads(self.threads.for_rows(len(inputs.sampling)))
             logits = self.model.logits(hidden[inputs.sample_rows])
             self._sample(logits, inputs.sampling, result)
         return result
@@ -75,11 +77,6 @@ class Runner:
         for token, bad in zip(out.token_ids, out.nonfinite, strict=True):
             result.sampled.append(SampledToken(token, NONFINITE if bad else None))
         result.logprobs = out.logprobs
-
-    def _set_threads(self, num_tokens: int | None) -> None:
-        """CPU only: small steps run on one thread where waking the others costs more than they save."""
-        if self.threads_for is not None:
-            torch.set_num_threads(self.threads_for(num_tokens if num_tokens is not None else 1 << 30))
 
     def _prompt_logprobs(self, step: Step, inputs: StepInputs, hidden: torch.Tensor, result: StepResult) -> None:
         """Logprobs of prompt tokens, chunk by chunk; position 0 has none. Replays after preemption overwrite."""

@@ -10,6 +10,7 @@ from qengine.core.request import Request
 from qengine.core.step import ScheduledSequence, Step
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
+from qengine.runtime.threads import SIZES, ThreadChoice, choose_threads
 from qengine.sampling_params import SamplingParams
 
 DECODES = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cpu": (1, 4)}
@@ -33,13 +34,36 @@ def warm_up(
         runner.execute(Step(sequences=sequences))
         for s in sequences:
             runner.forget(s.request.request_id)
+    if device.type == "cpu":
+        runner.threads = _measure_threads(runner, max_num_seqs)
     runner.cache.zero_blocks([0])
     lines = [f"Warm-up took {time.perf_counter() - start:.2f} seconds"]
+    if runner.threads is not None:
+        lines.append(runner.threads.line())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         lines.append(f"Activations measured while warming up ({length} tokens): {gib(peak)}")
     return lines
+
+
+def _measure_threads(runner: Runner, max_num_seqs: int) -> ThreadChoice:
+    groups = runner.inputs.num_groups
+    hidden = torch.zeros(max(SIZES), runner.model.hidden_size, dtype=runner.model.ctx.dtype)
+
+    @torch.inference_mode()
+    def forward(count: int) -> None:
+        sequences = [_sequence(f"warm-up-{i}", 1, runner.cache.block_size, groups) for i in range(count)]
+        inputs = runner.inputs.build(Step(sequences=sequences))
+        runner.model.forward(inputs.token_ids, inputs.batch)
+        for s in sequences:
+            runner.forget(s.request.request_id)
+
+    @torch.inference_mode()
+    def logits(rows: int) -> None:
+        runner.model.logits(hidden[:rows])
+
+    return choose_threads(forward, logits, max_num_seqs)
 
 
 def _sequence(name: str, tokens: int, block_size: int, num_groups: int) -> ScheduledSequence:

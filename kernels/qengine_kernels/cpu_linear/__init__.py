@@ -1,13 +1,13 @@
 """Linear layers on a CPU: prepacked 16-bit, exact float32, and int4 for small batches beside a dense large-batch copy.
 
-Which 16-bit GEMM is fastest, up to which batch int4 wins and when a second thread pays for its wake-up differ between
-CPUs, so `measure` measures them once per process on representative shapes (about a tenth of a second).
+Which 16-bit GEMM is fastest and up to which batch int4 wins differ between CPUs, so `measure` measures them once per
+process on representative shapes (about a tenth of a second).
 """
 
 from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
 from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group, used_group
 from qengine_kernels.cpu_linear.int8 import Int8CpuLinear, int8_bytes
-from qengine_kernels.cpu_linear.measure import CpuTuning, threads_for, tuning
+from qengine_kernels.cpu_linear.measure import CpuTuning, tuning
 
 __all__ = [
     "CpuTuning",
@@ -19,7 +19,6 @@ __all__ = [
     "int4_bytes",
     "int4_group",
     "int8_bytes",
-    "threads_for",
     "tuning",
     "used_group",
 ]

@@ -1,14 +1,12 @@
 """What is fast on this CPU, measured once per process.
 
-Three answers: the fastest bf16 GEMM, the largest batch for which int4 beats it, and the work above which more threads
-pay for their wake-up. Weights are rotated so that they come from memory and not from the cache, as in a real step.
+Two answers: the fastest bf16 GEMM, and the largest batch for which int4 beats it. Weights are rotated so that they come from memory and not from the cache, as in a real step.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,23 +23,13 @@ BATCHES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 TWICE_THE_BYTES = 1.3
 """float32 weights must be faster by this factor before they are kept instead of 16-bit ones."""
 
-LEAST_WAKE = 50e-6
-"""Seconds. A sleeping thread of a virtual machine takes about 60 us to wake; measured while some other process happens
-to keep that core awake it looks like 6, and the first steps afterwards pay ten times that."""
-
 
 @dataclass(frozen=True)
 class CpuTuning:
-    """`dense`: the bf16 way; `int4_limit`: largest M for which int4 runs; `threads`: torch's threads when measured;
-    `wake`: seconds an operation pays for waking the other threads; `row_seconds`, `base_seconds`: a linear with one
-    thread takes about base + M * row seconds per weight."""
+    """`dense`: the bf16 way; `int4_limit`: largest M for which int4 runs."""
 
     dense: Way
     int4_limit: int
-    threads: int
-    wake: float
-    base_seconds: float
-    row_seconds: float
 
 
 def best_time(run: Callable[[], object], repeat: int = 4, calls: int = 3) -> float:
@@ -99,30 +87,6 @@ def measure_int4(codes: torch.Tensor, dense: dict[int, float]) -> int:
     return limit
 
 
-def measure_wake(threads: int) -> float:
-    """Seconds by which waking `threads` threads delays one operation.
-
-    The median of single calls with pauses between them: in a step the other threads fall asleep between operations,
-    which back-to-back calls would hide.
-    """
-    if threads == 1:
-        return 0.0
-    x = torch.ones(32768 * threads)  # torch hands each thread at least 32768 elements
-    y = torch.empty_like(x)
-    torch.set_num_threads(1)
-    alone = best_time(lambda: torch.add(x, x, out=y), repeat=6, calls=8)
-    torch.set_num_threads(threads)
-    times = []
-    for _ in range(31):
-        pause = time.perf_counter() + 100e-6
-        while time.perf_counter() < pause:
-            pass
-        start = time.perf_counter()
-        torch.add(x, x, out=y)
-        times.append(time.perf_counter() - start)
-    return max(statistics.median(times) - alone / threads, LEAST_WAKE)
-
-
 @functools.cache
 def tuning() -> CpuTuning:
     """Measure this machine, once. Takes about a tenth of a second; torch's thread count is as before afterwards."""
@@ -135,25 +99,6 @@ def tuning() -> CpuTuning:
             codes = torch.randint(0, 16, (SIZE, SIZE), generator=generator, dtype=torch.int32)
             dense, times = measure_dense(weight)
             limit = measure_int4(codes, times)
-            wake = measure_wake(threads)
         finally:
             torch.set_num_threads(threads)
-    row = max(times[64] - times[16], 0.0) / 48
-    base = max(times[16] - 16 * row, 0.0)
-    per_weight = 1.0 / (SIZE * SIZE)
-    return CpuTuning(dense, limit, threads, wake, base * per_weight, row * per_weight)
-
-
-def threads_for(num_tokens: int, weights: int = 1 << 20, max_threads: int | None = None) -> int:
-    """How many threads a step of `num_tokens` should use: 1, or all.
-
-    `weights` is the size of a typical linear of the model (out * in features); with small ones, waking the other
-    threads costs more than they save. `max_threads` is "all" (default: torch's count when the machine was measured).
-    """
-    t = tuning()
-    threads = t.threads if max_threads is None else max_threads
-    if threads <= 1:
-        return 1
-    alone = weights * (t.base_seconds + num_tokens * t.row_seconds)
-    saved = alone * (1 - 1 / threads)
-    return threads if saved > t.wake * 1.2 else 1
+    return CpuTuning(dense, limit)

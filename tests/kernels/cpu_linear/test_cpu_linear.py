@@ -153,15 +153,3 @@ def test_tuning_measures_once_and_restores_threads() -> None:
     assert torch.get_num_threads() == before
     assert t is cpu_linear.tuning()
     assert t.dense in WAYS and t.int4_limit in (0, *measure.BATCHES)
-    assert t.base_seconds >= 0 and t.row_seconds >= 0 and t.wake >= 0
-
-
-def test_threads_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 us a million weights and 1 us a row; waking costs 60 us."""
-    t = measure.CpuTuning("plain", 4, 2, 60e-6, 100e-6 / 2**20, 1e-6 / 2**20)
-    monkeypatch.setattr(measure, "tuning", lambda: t)
-    small = [cpu_linear.threads_for(m) for m in (1, 16, 40, 64, 512)]
-    assert small == [1, 1, 1, 2, 2]
-    assert cpu_linear.threads_for(1, weights=1 << 24) == 2
-    assert cpu_linear.threads_for(512, max_threads=1) == 1
-    assert cpu_linear.threads_for(512, max_threads=8) == 8
