@@ -72,7 +72,6 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     nonfinite_requests: int = 0
-    kv_clipped_values: int = 0
     fatal: str | None = None
 
 

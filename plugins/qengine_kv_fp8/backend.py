@@ -57,7 +57,7 @@ class Fp8E4M3KV(Fp8KV):
     def uncalibrated_note(self) -> str:
         return (
             "fp8_e4m3 KV cache without scales: 1.0 is used, so values beyond 448 are clipped and small ones lose "
-            "precision; `qengine calibrate` measures scales"
+            "precision (scales come with checkpoints that were calibrated for an fp8 KV cache)"
         )
 
 

@@ -64,7 +64,6 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prompt_tokens", "Prompt tokens processed", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated", lambda s: s.generation_tokens),
     ("nonfinite_requests", "Requests ended because their logits were not finite", lambda s: s.nonfinite_requests),
-    ("kv_clipped_values", "Key and value entries clipped when stored", lambda s: s.kv_clipped_values),
     ("engine_steps", "Steps of the engine", lambda s: s.steps),
 )
 

@@ -1,6 +1,7 @@
 """What is fast on this CPU, measured once per process.
 
-Two answers: the fastest bf16 GEMM, and the largest batch for which int4 beats it. Weights are rotated so that they come from memory and not from the cache, as in a real step.
+Two answers: the fastest bf16 GEMM, and the largest batch for which int4 beats it. Weights are rotated so that they come
+from memory and not from the cache, as in a real step.
 """
 
 from __future__ import annotations
