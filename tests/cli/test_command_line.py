@@ -86,7 +86,7 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve --max-model-len 1.5", ["--max-model-len", "'1.5'"]),
         ("serve --gpu-memory-utilization 1.5", ["--gpu-memory-utilization", "1.5"]),
         ("serve --port 99999", ["--port", "99999", "65535"]),
-        ("serve --quant nope", ["--quantization", "'nope'", "awq | dense"]),
+        ("serve --quant nope", ["--quantization", "'nope'", "awq |", "dense"]),
         ("serve --kv-dtype fp9", ["--kv-cache-dtype", "'fp9'", "fp8_e4m3", "--kv-cache-dtype fp8"]),
         ("serve --seed", ["--seed", "expected one argument"]),
         ("frobnicate", ["invalid choice", "frobnicate", "serve"]),
