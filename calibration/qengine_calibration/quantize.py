@@ -64,7 +64,7 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None) -> Pa
             hint=f"a checkpoint that is stored as {method}",
         )
     checkpoint = Checkpoint.open(folder)
-    specs = linear_specs(checkpoint)
+    specs, _ = linear_specs(checkpoint)
     group = group_size(list(specs.values()))
     quantizer = plugin.quantizer(group_size=group)
     assert quantizer is not None
@@ -72,7 +72,7 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None) -> Pa
     if target.is_dir():
         say(f"using the {method} copy made before: {target}")
         return target
-    say(f"{folder} is 16-bit: making a 4-bit {method} copy, group size {group} (once): {target}")
+    say(f"{folder} is 16-bit: making a copy with {method} weights, group size {group} (once): {target}")
     with _bar() as tick:
         quantize_checkpoint(folder, target, quantizer, tick)
     before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
@@ -98,8 +98,8 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: 
     if not checkpoint.is_dense():
         method = checkpoint.quant.method if checkpoint.quant else "integer tensors"
         raise CheckpointError(f"{source} is quantised already", have=method, need="a 16-bit checkpoint")
-    specs = linear_specs(checkpoint)
-    skipped = [spec.name for spec in specs.values() if quantizer.accepts(spec) is not None]
+    specs, dense = linear_specs(checkpoint)
+    skipped = dense + [spec.name for spec in specs.values() if quantizer.accepts(spec) is not None]
     with building(target) as partial:
         if partial is None:
             return
@@ -145,15 +145,18 @@ def _converted(
         torch.set_num_threads(threads)
 
 
-def linear_specs(checkpoint: Checkpoint) -> dict[str, LinearSpec]:
-    """Weight tensor name -> spec of every linear that has a weight of its own (a tied head has none)."""
+def linear_specs(checkpoint: Checkpoint) -> tuple[dict[str, LinearSpec], list[str]]:
+    """Weight tensor name -> spec of every linear that may be quantised and has a weight of its own (a tied head has
+    none), and the names of those that stay as they are (routers)."""
     ctx = ModelContext(
         load_config(checkpoint), torch.device("cpu"), DeviceInfo("cpu"), torch.float32, torch.float32, max_model_len=1
     )
     leaves = build_model(ctx).leaves
     shared = {name for leaf in leaves if not isinstance(leaf, Linear) for name, _ in leaf.needs()}
-    specs = [spec for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs]
-    return {f"{s.name}.weight": s for s in specs if f"{s.name}.weight" not in shared}
+    linears = [leaf for leaf in leaves if isinstance(leaf, Linear)]
+    specs = [spec for leaf in linears if leaf.quantizable for spec in leaf.specs]
+    dense = [spec.name for leaf in linears if not leaf.quantizable for spec in leaf.specs]
+    return {f"{s.name}.weight": s for s in specs if f"{s.name}.weight" not in shared}, dense
 
 
 def group_size(specs: list[LinearSpec]) -> int:

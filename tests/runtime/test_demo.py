@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_gguf import write_gguf, write_wheel
 
 from qengine.errors import CheckpointError
 from qengine.runtime import demo
 from qengine.runtime.cache_dir import VARIABLE, building, cache_root
 from qengine.runtime.checkpoint import Checkpoint
+from tiny_gguf import write_gguf, write_wheel
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import DIM, HEADS, KV_HEADS, TOKENS, permute, tiny_weights, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.gguf_convert import convert, unpermute
+from tiny_gguf import DIM, HEADS, KV_HEADS, TOKENS, permute, tiny_weights, write_gguf
 
 
 @pytest.fixture

@@ -1,0 +1,100 @@
+"""From a name to a folder: local ones as they are, hub ones through the hub client, one clear line otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from qengine.errors import CheckpointError
+from qengine.runtime.hub import UNWANTED, WANTED, resolve_folder
+
+
+def offline(*args: object, **options: object) -> object:
+    raise ConnectionError("Name or service not known")
+
+
+def missing(kind: type[Exception]) -> object:
+    def fail(*args: object, **options: object) -> object:
+        raise kind.__new__(kind)
+
+    return fail
+
+
+def test_a_local_folder_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "model_info", offline)
+    assert resolve_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "../x", "no way"])
+def test_what_can_be_no_hub_name_is_a_missing_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: pytest.fail("the hub was asked"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        resolve_folder(name)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_folder(str(tmp_path / "model.safetensors"))
+
+
+def test_out_of_reach_says_so_and_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "model_info", offline)
+    said: list[str] = []
+    with pytest.raises(CheckpointError) as e:
+        resolve_folder("owner/name", say=said.append)
+    text = str(e.value)
+    assert "out of reach (Name or service not known)" in text and "a local model folder works" in text
+    assert "\n" not in text and said == ["owner/name is no local folder: asking the Hugging Face hub"]
+
+
+def test_out_of_reach_uses_what_was_fetched_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(name: str, *, revision: str | None, local_files_only: bool) -> str:
+        assert local_files_only
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "model_info", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_folder("owner/name") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (errors.RepositoryNotFoundError, "neither a local folder nor a model on the hub"),
+        (errors.RevisionNotFoundError, "no revision 'v2'"),
+        (errors.GatedRepoError, "asks for permission"),
+    ],
+    ids=["missing", "revision", "gated"],
+)
+def test_the_hub_says_no(kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "model_info", missing(kind))
+    with pytest.raises(CheckpointError, match=text):
+        resolve_folder("owner/name", revision="v2")
+
+
+def test_pickles_are_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [SimpleNamespace(rfilename=f) for f in ("config.json", "pytorch_model.bin")]
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: pytest.fail("fetched"))
+    with pytest.raises(CheckpointError, match=r"pickled weights.*pytorch_model\.bin"):
+        resolve_folder("owner/name")
+
+
+def test_only_model_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    files = [SimpleNamespace(rfilename="model.safetensors")]
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_folder("owner/name", revision="main") == tmp_path
+    assert asked["allow_patterns"] == list(WANTED) and asked["ignore_patterns"] == list(UNWANTED)
+    assert not [p for p in WANTED if p.endswith((".bin", ".pt", ".pth", ".py"))]
