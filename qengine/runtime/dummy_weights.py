@@ -37,10 +37,12 @@ class DummySource:
                     self._add(name, tuple(n or 1 for n in need.shape), dtype)
         tables = {name.rpartition(".")[0] for name in self.tensors}
         for leaf in leaves:
-            for spec in leaf.specs if isinstance(leaf, Linear) else ():
-                # The head, tied or not, and embeddings stay 16-bit, as quantisers leave them.
-                head = spec.name in tables or leaf.name.endswith("lm_head")
-                if quantizer is not None and not head and quantizer.accepts(spec) is None:
+            if not isinstance(leaf, Linear):
+                continue
+            for spec in leaf.specs:
+                # The head, tied or not, embeddings and routers stay 16-bit, as quantisers leave them.
+                dense = spec.name in tables or leaf.name.endswith("lm_head") or not leaf.quantizable
+                if quantizer is not None and not dense and quantizer.accepts(spec) is None:
                     self._add_quantised(spec, quantizer)
                 else:
                     self._add(f"{spec.name}.weight", (spec.out_features, spec.in_features), dtype)

@@ -1,9 +1,10 @@
 """Shows experts under one set of names, whichever way a checkpoint holds them.
 
 The model families' own files name every expert's linears ("...block_sparse_moe.experts.3.w1.weight"), and so does
-transformers when it saves in the original format. Asked not to, transformers 5 saves what it holds in memory: one tensor
-[experts, 2 * inner, hidden] for all gates and ups of a layer and one [experts, hidden, inner] for the downs, under names
-of its own. Those tensors are cut into the experts' here, without reading them: the pieces lie one after the other.
+transformers when it saves in the original format. Asked not to, transformers 5 saves what it holds in memory: one
+tensor [experts, 2 * inner, hidden] for all gates and ups of a layer and one [experts, hidden, inner] for the downs,
+under names of its own. Those tensors are cut into the experts' here, without reading them: the pieces lie one after the
+other.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 
 from qengine.errors import CapabilityError, CheckpointError
 from qengine.layers.linear import Linear
-from qengine.layers.module import Leaf
+from qengine.layers.module import FLOAT_CODES, Leaf
 from qengine.plugin import DeviceInfo, LinearScheme, LinearSpec, TensorInfo, WeightQuant
 from qengine.runtime.accounting import balance, first_names
 
@@ -89,7 +89,7 @@ def resolve(
     schemes: dict[str, LinearScheme] = {}
     for leaf in leaves:
         if isinstance(leaf, Linear):
-            chosen = [_scheme(spec, modules.get(spec.name, {}), quant, dense) for spec in leaf.specs]
+            chosen = [_scheme(leaf, spec, modules.get(spec.name, {}), quant, dense) for spec in leaf.specs]
             leaf.resolve(chosen)
             schemes |= {spec.name: scheme for spec, scheme in zip(leaf.specs, chosen, strict=True)}
     books = balance((need for leaf in leaves for need in leaf.needs()), source.tensors, consumed)
@@ -118,10 +118,11 @@ def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorI
 
 
 def _scheme(
-    spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None, dense: WeightQuant
+    leaf: Linear, spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None, dense: WeightQuant
 ) -> LinearScheme:
     try:
-        scheme = quant.scheme_for(spec, tensors) if quant is not None else None
+        stays_dense = not leaf.quantizable and "weight" in tensors and tensors["weight"].dtype in FLOAT_CODES
+        scheme = quant.scheme_for(spec, tensors) if quant is not None and not stays_dense else None
         scheme = scheme or dense.scheme_for(spec, tensors)
         if scheme is None:
             # The file holds nothing that anybody reads under this name: plan it as 16-bit, so that the balance

@@ -20,8 +20,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
-    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     PretrainedConfig,
     Starcoder2Config,
@@ -193,7 +193,7 @@ def with_sinks() -> PretrainedConfig:
 
 REFUSED: dict[str, tuple[PretrainedConfig, list[str]]] = {
     "alibi": (BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), ["bloom", "attention"]),
-    "experts": (MixtralConfig(**SIZES), ["mixtral", "mixture of experts", "8"]),
+    "experts": (OlmoeConfig(**SIZES), ["olmoe", "mixture of experts", "64"]),
     "sinks": (with_sinks(), ["gpt_oss", "sinks"]),
     "latent attention": (
         DeepseekV3Config(**SIZES, n_routed_experts=1, num_experts_per_tok=1, first_k_dense_replace=2),

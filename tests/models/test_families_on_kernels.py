@@ -17,14 +17,17 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-from hf_reference import VOCAB, context, random_sequences, reference_logits, reference_model, worst
+from hf_reference import VOCAB, context, file_state, random_sequences, reference_logits, reference_model, worst
 from qengine.layers.attention import KVLayer
 from qengine.layers.kv_layer import bind_kv_layer
 from qengine.layers.linear import Linear
@@ -55,6 +58,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, head_dim=32, sliding_window=6, attn_logit_softcapping=2.0),
     "gemma3": Gemma3TextConfig(**SIZES | {"num_hidden_layers": 2}, head_dim=256, sliding_window_pattern=2),
+    # every token takes all experts: among random ones, rounding to 16 bits would now and then pick others
+    "mixtral": MixtralConfig(**SIZES | {"num_hidden_layers": 2}, num_local_experts=3, num_experts_per_tok=3),
+    "qwen2-moe": Qwen2MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=64, mlp_only_layers=[1]
+    ),
     "fallback": Olmo2Config(**SIZES),
 }
 
@@ -89,7 +98,7 @@ def test_float32_on_the_cpu(family: str) -> None:
     reference = reference_model(FAMILIES[family])
     sequences = random_sequences((11, 1, 7, 23))
     want = reference_logits(reference, sequences)
-    model = loaded_on("cpu", torch.float32, reference.config, reference.state_dict())
+    model = loaded_on("cpu", torch.float32, reference.config, file_state(reference))
     for chunk in (None, 5, 1):
         assert worst(PagedRun(model, sequences, binder(model, "auto")).run(chunk), want) < 1e-4, f"chunk {chunk}"
 
@@ -113,7 +122,7 @@ def check_close(device: str, dtype: torch.dtype, family: str, kv_dtype: str) -> 
     reference = reference_model(FAMILIES[family])
     sequences = random_sequences((11, 1, 7, 23))
     want = torch.cat(reference_logits(reference, sequences))
-    model = loaded_on(device, dtype, reference.config, reference.state_dict())
+    model = loaded_on(device, dtype, reference.config, file_state(reference))
     limit = {"auto": 0.995, "fp8": 0.95}[kv_dtype]
     for chunk in (None, 1):
         got = torch.cat(PagedRun(model, sequences, binder(model, kv_dtype)).run(chunk))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
-from qengine.models.registry import build_model
+from qengine.models.registry import EXPERTS, build_model
 from qengine.plugin import DeviceInfo
 from torch_kv import PagedRun
 from torch_linear import load_leaves
@@ -44,11 +44,29 @@ def context(config: Any, max_model_len: int = 64, dtype: torch.dtype = torch.flo
     return ModelContext(config, torch.device("cpu"), DeviceInfo("cpu"), dtype, torch.float32, max_model_len)
 
 
+def file_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict under the names of the family's files: transformers holds experts stacked, under other names."""
+    names = EXPERTS.get(model.config.model_type)
+    out: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        layer, mlp, rest = name.partition(".mlp.")
+        if names is None or not mlp or not rest.startswith(("gate.", "experts.")):
+            out[name] = value
+        elif rest == "gate.weight":
+            out[f"{layer}.{names.block}.gate.weight"] = value
+        else:
+            leaves = [names.down] if rest == "experts.down_proj" else [names.gate, names.up]
+            for e, expert in enumerate(value):
+                for leaf, part in zip(leaves, expert.chunk(len(leaves)), strict=True):
+                    out[f"{layer}.{names.block}.experts.{e}.{leaf}.weight"] = part
+    return out
+
+
 def loaded(reference: PreTrainedModel, config: Any = None, max_model_len: int = 64) -> Model:
     """qengine's model with the reference's weights. Fails if a tensor of the state dict is left over."""
     ctx = context(config or reference.config, max_model_len)
     model = build_model(ctx)
-    state = dict(reference.state_dict())
+    state = file_state(reference)
     left = set(state) - load_leaves(ctx.leaves, state)
     assert left <= ({"lm_head.weight"} if model.tied else set()), f"not loaded: {sorted(left)}"
     return model
