@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# numpy's matmuls (Triton's interpreter lives on small ones) are twice as slow with threads that wait for a busy core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
