@@ -81,9 +81,11 @@ def bind_cpu(
             codes, scales, zeros, part.group_size, bias, dtype, preferred=t.dense, keep_dense=keep_dense
         )
         return GptqCpuOp(halves, part.order, halves.kernel)
+    held = "" if bits == 4 else f"{bits}-bit codes held in 4 bits: "
+    # The kernel adds zeros in bfloat16 that it takes from 8: codes around 8 keep them small, a middle zero exact.
+    middle = 8 - (1 << (bits - 1))
     packed = Int4CpuLinear(
-        codes, scales, zeros, part.group_size, bias, dtype,
+        codes + middle, scales, zeros + middle, part.group_size, bias, dtype,
         limit=t.int4_limit, preferred=t.dense, keep_dense=keep_dense,
     )  # fmt: skip
-    held = "" if bits == 4 else f"{bits}-bit codes held in 4 bits: "
     return GptqCpuOp(packed, part.order, held + packed.kernel)
