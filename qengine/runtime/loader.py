@@ -78,12 +78,14 @@ def resolve(
     dtype: torch.dtype,
     *,
     consumed: Collection[str] = (),
+    compact: bool = False,
 ) -> LoadPlan:
     """Give every linear its schemes and check everything that headers can tell.
 
     `quant` is asked first, then `dense`; each decides from the tensors that are there. `consumed` names tensors that
-    somebody else reads (KV scales). Raises CheckpointError for missing, wrong or contradictory tensors and
-    CapabilityError for a format that this device cannot run.
+    somebody else reads (KV scales). `compact` takes the variants that keep fewer bytes and are slower. Raises
+    CheckpointError for missing, wrong or contradictory tensors and CapabilityError for a format that this device
+    cannot run.
     """
     modules = _by_module(source.tensors)
     schemes: dict[str, LinearScheme] = {}
@@ -91,6 +93,8 @@ def resolve(
         if isinstance(leaf, Linear):
             chosen = [_scheme(leaf, spec, modules.get(spec.name, {}), quant, dense) for spec in leaf.specs]
             leaf.resolve(chosen)
+            if compact:
+                leaf.compact()
             schemes |= {spec.name: scheme for spec, scheme in zip(leaf.specs, chosen, strict=True)}
     books = balance((need for leaf in leaves for need in leaf.needs()), source.tensors, consumed)
     notes = books.notes + _capability_notes(schemes, info, dtype) + _unfused_notes(leaves)

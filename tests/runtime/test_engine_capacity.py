@@ -37,3 +37,25 @@ def test_a_longer_length_is_refused_with_both_numbers(tiny: Path, kv: str) -> No
     assert ("1024" if kv == "auto" else "2048") in text.replace(",", "")
     if kv == "auto":
         assert "fp8" in text and "2048" in text.replace(",", "")
+
+
+def test_short_memory_takes_the_compact_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where int4 with its dense copy does not fit, the copy is left out and the report says so."""
+    from toy_models import make_tiny_awq
+
+    from qengine.config import EngineConfig
+    from qengine.runtime import build, device
+
+    folder, _ = make_tiny_awq(tmp_path, group=64)
+    config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_batched_tokens=32, max_num_seqs=4)
+    roomy = build.decide(config)
+    kept = roomy.load_plan.total_bytes
+    need = kept + roomy.memory.inputs.activations + build.CPU_RESERVE
+    monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(need, need))
+    tight = build.decide(config)
+    assert tight.load_plan.total_bytes < kept
+    assert any("Memory is short" in note for note in tight.notes)
+    none = build.CPU_RESERVE + (1 << 16)
+    monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(none, none))
+    with pytest.raises(CapacityError):
+        build.decide(config)
