@@ -13,6 +13,7 @@ import torch
 from qengine.plugin import (
     Capability,
     DeviceInfo,
+    ExpertsOp,
     LinearOp,
     LinearScheme,
     LinearShard,
@@ -127,6 +128,20 @@ class AwqScheme(LinearScheme):
         zeros = None if qzeros is None else qzeros.to(device)
         placed_bias = None if bias is None else bias.to(device)
         return AwqCudaLinear(qweight.to(device), zeros, scales.to(device), placed_bias, self.group_size, dtype, info)
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_awq.kernels import AwqCudaExperts, AwqCudaLinear, chip_of
+
+        def bind_one(shards: Sequence[LinearShard]) -> AwqCudaLinear:
+            op = self.bind(shards, device, info, dtype)
+            assert isinstance(op, AwqCudaLinear)
+            return op
+
+        return AwqCudaExperts(spec, count, chip_of(device, info), bind_one)
 
     def _bind_cpu(
         self,

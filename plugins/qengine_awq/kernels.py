@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from qengine.plugin import DeviceInfo, LinearOp
+from qengine.plugin import DeviceInfo, ExpertPairs, ExpertsOp, LinearOp, LinearShard, LinearSpec
 from qengine_awq.layout import unpack
 from qengine_kernels.launch import Chip
+from qengine_kernels.moe_gemm import PackedExperts, describe, grouped_matmul, most_pairs
 from qengine_kernels.wna16_gemm import PackedWeight, normal_group_size, pack_codes, wna16_matmul
 
 
@@ -18,6 +20,12 @@ from qengine_kernels.wna16_gemm import PackedWeight, normal_group_size, pack_cod
 def unpack_nibble(words, SLOT: tl.constexpr):
     """int32 words -> codes 0..15 in bits 4 * SLOT .. 4 * SLOT + 3."""
     return (words >> (4 * SLOT)) & 0xF
+
+
+def chip_of(device: torch.device, info: DeviceInfo) -> Chip:
+    """The chip behind `device`, as far as `info` does not say otherwise."""
+    chip = Chip.of(device)
+    return replace(chip, sm=info.sm, shared_memory=info.shared_memory or chip.shared_memory) if info.sm else chip
 
 
 class AwqCudaLinear(LinearOp):
@@ -55,9 +63,7 @@ class AwqCudaLinear(LinearOp):
             group_size=group,
         )
         self.bias = None if bias is None else bias.to(dtype)
-        self.chip = Chip.of(qweight.device)
-        if info.sm:
-            self.chip = replace(self.chip, sm=info.sm, shared_memory=info.shared_memory or self.chip.shared_memory)
+        self.chip = chip_of(qweight.device, info)
         self.kernel = "Triton W4A16, dequantise + cuBLAS above some hundred rows"
         if not self.chip.tensor_cores:
             self.kernel = f"Triton W4A16, dequantise + cuBLAS above 16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)"
@@ -73,3 +79,26 @@ class AwqCudaLinear(LinearOp):
             "bias": self.bias,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+class AwqCudaExperts(ExpertsOp):
+    """One linear of all experts. `bind_one` binds an expert's alone; its words then move into the stack."""
+
+    def __init__(
+        self, spec: LinearSpec, count: int, chip: Chip, bind_one: Callable[[Sequence[LinearShard]], AwqCudaLinear]
+    ) -> None:
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.experts, self.chip, self.bind_one = PackedExperts(count), chip, bind_one
+        self.most_pairs = most_pairs(chip, count)
+
+    def bind(self, expert: int, shards: Sequence[LinearShard]) -> LinearOp:
+        op = self.bind_one(shards)
+        op.weight = self.experts.put(expert, op.weight)
+        op.kernel = describe("Triton W4A16", self.most_pairs)
+        return op
+
+    def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
+        weights = pairs.weights if combine else None
+        return grouped_matmul(
+            x, self.experts.weights, pairs.order, pairs.offsets, pairs.top_k, unpack_nibble, weights, self.chip
+        )

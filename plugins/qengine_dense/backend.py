@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from qengine.plugin import (
     Capability,
     DeviceInfo,
+    ExpertsOp,
     LinearOp,
     LinearScheme,
     LinearShard,
@@ -103,6 +104,15 @@ class DenseScheme(LinearScheme):
             return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, self.way()))
         weight = weight.to(device, dtype)
         return DenseCudaOp(weight, None if bias is None else bias.to(device, dtype))
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_dense.experts import DenseCudaExperts
+
+        return DenseCudaExperts(spec, count, device, dtype)
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return tensors["weight"].to(torch.float32)

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 
 from qengine_kernels.launch import Chip
-from qengine_kernels.moe_gemm.config import most_pairs
+from qengine_kernels.moe_gemm.config import describe, most_pairs
 from qengine_kernels.moe_gemm.stack import ByteExperts, DenseExperts, ExpertWeights, PackedExperts, Stack
 
-__all__ = ["ByteExperts", "DenseExperts", "ExpertWeights", "PackedExperts", "Stack", "grouped_matmul", "most_pairs"]
+__all__ = [
+    "ByteExperts",
+    "DenseExperts",
+    "ExpertWeights",
+    "PackedExperts",
+    "Stack",
+    "describe",
+    "grouped_matmul",
+    "most_pairs",
+]
 
 
 def grouped_matmul(

@@ -30,6 +30,11 @@ def most_pairs(chip: Chip, experts: int) -> int:
     return experts * (ROWS_EACH if chip.tensor_cores else ROWS_EACH_WITHOUT_TENSOR_CORES)
 
 
+def describe(kernel: str, limit: int) -> str:
+    """For the start-up report: how the linears of experts run that are grouped up to `limit` pairs."""
+    return f"{kernel}, all experts at once up to {limit:,} (token, expert) pairs"
+
+
 def row_tiles(pairs: int, experts: int, block_m: int) -> int:
     """Tiles of rows at most, however the pairs fall on the experts; known without asking the device."""
     busy = min(experts, pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,14 +22,22 @@ class Stack:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def put(self, index: int, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy the tensors of one expert and return them as views into the stack."""
+        """Copy the tensors of one expert and return them as views into the stack. Raises ValueError for a set that is
+        unlike the first one."""
         if not self.tensors:
             self.tensors = {
                 name: torch.empty((self.count, *t.shape), dtype=t.dtype, device=t.device) for name, t in parts.items()
             }
+        have, need = describe(parts), describe({name: t[0] for name, t in self.tensors.items()})
+        if have != need:
+            raise ValueError(f"expert {index} is stored unlike the others: have {have}, need {need}")
         for name, t in parts.items():
             self.tensors[name][index].copy_(t)
         return {name: self.tensors[name][index] for name in parts}
+
+
+def describe(parts: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{n} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for n, t in sorted(parts.items()))
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,9 @@ class DenseExperts:
         """weight [N, K] -> the same values, held in the stack."""
         return self.stack.put(expert, {"weight": weight})["weight"]
 
+    @cached_property
     def weights(self) -> ExpertWeights:
+        """For `grouped_matmul`, once an expert is there."""
         stacked = self.stack.tensors["weight"]
         _, n, k = stacked.shape
         return ExpertWeights(stacked, k, n, (1, k))
@@ -103,7 +114,9 @@ class PackedExperts:
         self.like = replace(weight, words=held["words"], scales=held["scales"], zeros=held.get("zeros"))
         return self.like
 
+    @cached_property
     def weights(self) -> ExpertWeights:
+        """For `grouped_matmul`, once an expert is there."""
         w, t = self.like, self.stack.tensors
         assert w is not None
         n = w.out_features
@@ -127,7 +140,9 @@ class ByteExperts:
         self.like = replace(weight, codes=held["codes"], scales=held["scales"], rows=rows)
         return self.like
 
+    @cached_property
     def weights(self) -> ExpertWeights:
+        """For `grouped_matmul`, once an expert is there."""
         w, t = self.like, self.stack.tensors
         assert w is not None
         return ExpertWeights(

@@ -59,7 +59,7 @@ def packed_case(
         if columns is not None:
             dense = torch.empty_like(dense).index_copy_(0, columns.long(), dense)
         meaning.append(dense.t())
-    return Case(stack.weights(), unpack_nibble, torch.stack(meaning).to(device))
+    return Case(stack.weights, unpack_nibble, torch.stack(meaning).to(device))
 
 
 def dense_case(k: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -67,7 +67,7 @@ def dense_case(k: int, n: int, dtype: torch.dtype, device: torch.device) -> Case
     dense = torch.randn(EXPERTS, n, k).to(dtype) / k**0.5
     for e in range(EXPERTS):
         stack.put(e, dense[e].to(device))
-    return Case(stack.weights(), identity_decode, dense.float().to(device))
+    return Case(stack.weights, identity_decode, dense.float().to(device))
 
 
 def byte_case(k: int, n: int, block: tuple[int, int] | None, device: torch.device) -> Case:
@@ -81,7 +81,7 @@ def byte_case(k: int, n: int, block: tuple[int, int] | None, device: torch.devic
         rows = row.int().to(device) if block else None
         stack.put(e, ByteWeight(stored.view(torch.uint8).to(device), scales.to(device), rows, block_k))
         meaning.append(stored.float() * scales[row][:, torch.arange(k) // block_k])
-    return Case(stack.weights(), e4m3_decode, torch.stack(meaning).to(device))
+    return Case(stack.weights, e4m3_decode, torch.stack(meaning).to(device))
 
 
 def routed(
@@ -201,6 +201,9 @@ def test_stack_holds_what_it_was_given() -> None:
     views = [stack.put(i, {"a": torch.full((2,), i), "b": torch.full((1, 2), 10 * i)}) for i in range(3)]
     assert stack.tensors["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
     assert views[1]["b"].data_ptr() == stack.tensors["b"][1].data_ptr()
+    for unlike in ({"a": torch.zeros(2)}, {"a": torch.zeros(1), "b": torch.zeros(1, 2)}):
+        with pytest.raises(ValueError, match=r"expert 2 is stored unlike the others: have .*need a int64 \[2\], b"):
+            stack.put(2, unlike)
 
 
 def test_wrong_shapes_are_refused(device: torch.device) -> None:
