@@ -141,7 +141,10 @@ class IntFormat:
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """float32 [N, K], channels in the file's order."""
-        c = self.decode(spec, tensors, torch.device("cpu"))
+        return self.dense(self.decode(spec, tensors, torch.device("cpu")))
+
+    def dense(self, c: Codes) -> torch.Tensor:
+        """float32 [N, K], channels in the file's order."""
         zeros = torch.full_like(c.scales, self.middle, dtype=torch.float32) if c.zeros is None else c.zeros
         w = dequantize(c.codes, c.scales, zeros, self.group_size)
         if c.order is None:

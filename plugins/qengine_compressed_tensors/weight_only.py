@@ -11,18 +11,30 @@ import torch
 
 from qengine.plugin import Capability, DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
 from qengine_compressed_tensors.integers import FLOATS, Codes, IntFormat, joined, same_order
-from qengine_kernels.cpu_linear import Int4CpuLinear, Int8CpuLinear, int4_bytes, int8_bytes, tuning
+from qengine_kernels.cpu_linear import (
+    DenseCpuLinear,
+    Int4CpuLinear,
+    Int8CpuLinear,
+    dense_bytes,
+    int4_bytes,
+    int8_bytes,
+    tuning,
+    used_group,
+)
 
 
 class IntCpuLinear(LinearOp):
-    """Up to 4 bits: int4 for small batches and a dense GEMM above. 5 to 8 bits: see `Int8CpuLinear`."""
+    """A linear of `qengine_kernels.cpu_linear`: int4 beside a dense GEMM, 8 bits as two halves, or a dense GEMM."""
 
-    def __init__(self, linear: Int4CpuLinear | Int8CpuLinear, order: torch.Tensor | None, bits: int) -> None:
+    def __init__(
+        self, linear: Int4CpuLinear | Int8CpuLinear | DenseCpuLinear, order: torch.Tensor | None, bits: int
+    ) -> None:
         self.linear, self.order = linear, order
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kernel = linear.kernel
-        held = 4 if isinstance(linear, Int4CpuLinear) else 8
-        if bits != held:
+        if isinstance(linear, DenseCpuLinear):
+            self.kernel = f"{bits}-bit dequantised to {linear.kernel}"
+        elif bits != (held := 4 if isinstance(linear, Int4CpuLinear) else 8):
             self.kernel += f"; {bits}-bit codes are held in {held} bits"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +89,8 @@ class WeightOnlyInt(LinearScheme):
         order = 4 * k if s.reordered else 0  # once, where shards that run fused agree on it
         if device.type == "cpu":
             t, keep = tuning(), self.keep_dense
+            if not self.keeps_codes(k, dtype):
+                return dense_bytes(n, k, spec.bias, dtype, t.dense)
             shape = (n, k, s.group_size, spec.bias, dtype)
             if s.bits <= 4:
                 return order + int4_bytes(*shape, limit=t.int4_limit, preferred=t.dense, keep_dense=keep)
@@ -87,6 +101,12 @@ class WeightOnlyInt(LinearScheme):
         held = next(b for b in (2, 4, 8) if b >= s.bits)
         size = packed_bytes(k, n, group, s.zeros is not None, s.scale_bytes, held)
         return order + size + spec.bias * n * dtype.itemsize
+
+    def keeps_codes(self, in_features: int, dtype: torch.dtype) -> bool:
+        """Whether codes are kept on a CPU; else only dequantised weights are, whose channels need no reordering."""
+        if self.stored.bits > 4:
+            return not self.keep_dense and used_group(in_features, self.stored.group_size, dtype, 1, False) is not None
+        return used_group(in_features, self.stored.group_size, dtype, tuning().int4_limit, self.keep_dense) is not None
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         if device.type == "cpu":
@@ -108,10 +128,13 @@ class WeightOnlyInt(LinearScheme):
         for shard in shards:
             parts.append(self.stored.decode(shard.spec, shard.tensors, device))
             shard.tensors.clear()
+        bias = torch.cat([b for b in biases if b is not None]) if shards[0].spec.bias else None
+        if device.type == "cpu" and not self.keeps_codes(shards[0].spec.in_features, dtype):
+            dense = torch.cat([self.stored.dense(part) for part in parts])
+            return IntCpuLinear(DenseCpuLinear(dense, bias, dtype, tuning().dense), None, self.stored.bits)
         if not same_order(parts):
             pairs = zip(parts, biases, strict=True)
-            return SideBySide([self._op(part, bias, device, info, dtype) for part, bias in pairs])
-        bias = torch.cat([b for b in biases if b is not None]) if shards[0].spec.bias else None
+            return SideBySide([self._op(part, own, device, info, dtype) for part, own in pairs])
         weight = joined(parts)
         parts.clear()
         return self._op(weight, bias, device, info, dtype)
@@ -125,10 +148,14 @@ class WeightOnlyInt(LinearScheme):
 
             placed = None if bias is None else bias.to(device)
             return IntCudaLinear(w, s.bits, s.middle, s.group_size, placed, dtype, info)
+        # The kernels round (8 - zero) * scale to bfloat16 (128 in 8 bits): fewer bits are moved to their middle, where
+        # that is exactly or nearly 0.
+        shift = (8 if s.bits <= 4 else 128) - s.middle
+        codes = w.codes + shift if shift else w.codes
         zeros = torch.full_like(w.scales, s.middle, dtype=torch.float32) if w.zeros is None else w.zeros.float()
         t = tuning()
         linear: Int4CpuLinear | Int8CpuLinear
-        arguments = (w.codes, w.scales.float(), zeros, s.group_size, bias, dtype)
+        arguments = (codes, w.scales.float(), zeros + shift, s.group_size, bias, dtype)
         if s.bits <= 4:
             linear = Int4CpuLinear(*arguments, limit=t.int4_limit, preferred=t.dense, keep_dense=self.keep_dense)
         else:
