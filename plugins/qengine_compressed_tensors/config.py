@@ -145,7 +145,7 @@ def check_inputs(where: str, inputs: Args | None) -> None:
 def read_format(where: str, value: Any) -> str | None:
     if value is None:
         return None
-    if value in REFUSED:
+    if isinstance(value, str) and value in REFUSED:
         raise ValueError(f"{where} {value!r} ({REFUSED[value]}) is not supported; {WOULD_WORK}")
     if value not in READ + NOTHING_STORED:
         raise ValueError(f"{where} {short(value)} is not known; need: {' | '.join(READ)}")
