@@ -19,14 +19,26 @@ from triton.compiler import ASTSource
 from qengine_awq.kernels import unpack_nibble
 from qengine_dense.kernels import identity_decode, identity_encode
 from qengine_gptq.kernels import UNPACK as GPTQ_UNPACK
-from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
+from qengine_kernels.fp8.device import (
+    e4m3_decode,
+    e4m3_decode_finite,
+    e4m3_dot,
+    e4m3_encode,
+    e5m2_decode,
+    e5m2_encode,
+)
 from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
 from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
+from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_rows_kernel
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
+from qengine_kernels.w8a8_gemm.config import plan_pair
+from qengine_kernels.w8a8_gemm.kernel import pair_gemm_kernel
+from qengine_kernels.w8a16_gemm.config import plan_bytes
+from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
 
@@ -135,6 +147,39 @@ def gemms(
     yield Variant(name, kernel, types, constants, options)
 
 
+BYTE_KERNELS = {"gemv": byte_gemv_kernel, "gemm": byte_gemm_kernel, "dequantize": byte_dequantize_kernel}
+
+
+def fp8_weight_only(chip: Chip, dtype: str, m: int, k: int, block: int) -> Iterator[Variant]:
+    plan = plan_bytes(chip, m, 4096, k, block, ITEM[dtype])
+    constants = {"DECODE": e4m3_decode_finite, "NATIVE": chip.sm >= 89, "BLOCKED": block < k, "HAS_ROWS": block < k}
+    constants |= {"BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
+    types = {"p_x": dtype, "p_codes": "u8", "p_scales": "fp32", "p_rows": "i32", "p_bias": dtype, "p_out": dtype}
+    if plan.route != "dequantize":
+        constants |= {"BLOCK_M": plan.block_m, "HAS_BIAS": True, "SPLIT": plan.splits > 1}
+        types["p_out"] = "fp32" if plan.splits > 1 else dtype
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    name = f"fp8_{plan.route} m{m} k{k} block {block} {dtype}"
+    yield Variant(name, BYTE_KERNELS[plan.route], types, constants, options)
+
+
+def fp8_native(chip: Chip, dtype: str, m: int, k: int, block: int) -> Iterator[Variant]:
+    plan = plan_pair(chip, m, 4096, k, block, True)
+    constants = {"DOT": e4m3_dot, "NATIVE": True, "BLOCKED": block < k, "A_BLOCKED": block < k, "HAS_ROWS": block < k}
+    constants |= {"HAS_BIAS": True, "SPLIT": plan.splits > 1}
+    constants |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
+    types = {"p_a": "u8", "p_a_scales": "fp32", "p_codes": "u8", "p_scales": "fp32", "p_rows": "i32", "p_bias": dtype}
+    types["p_out"] = "fp32" if plan.splits > 1 else dtype
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    yield Variant(f"fp8_pair m{m} k{k} block {block} {dtype}", pair_gemm_kernel, types, constants, options)
+    width = min(block, k)
+    for static in (False, True):
+        rounding, options = split_options(quantize_rows_config(width))
+        rounding |= {"ENCODE": e4m3_encode, "NATIVE": True, "STATIC": static}
+        types = {"p_x": dtype, "p_scale": "fp32", "p_codes": "u8", "p_scales": "fp32", "largest": "fp32"}
+        yield Variant(f"quantize_rows {width} static={static}", quantize_rows_kernel, types, rounding, options)
+
+
 def variants(chip: Chip) -> Iterator[Variant]:
     """What this chip would run: its dtypes, its routes, its tiles; awkward head sizes and groups among them."""
     half = "fp16" if chip.sm < 80 else "bf16"
@@ -167,7 +212,16 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from gemms(chip, half, 4, 576, 24, True, 1, bits=2)
     yield from gemms(chip, half, 1, 4096, 128, True, 16, bits=8)
     yield from gemms(chip, half, 1000, 4096, 32, False, 16, bits=8)
+    for m, k, block in ((1, 4096, 4096), (4, 576, 128), (1000, 4096, 128)):
+        yield from fp8_weight_only(chip, half, m, k, block)
+    if native:
+        for m, k, block in ((1, 4096, 128), (64, 576, 576), (1000, 4096, 128)):
+            yield from fp8_native(chip, half, m, k, block)
     if chip.tensor_cores:
+        yield from fp8_weight_only(chip, half, 64, 4096, 128)
+        yield from fp8_weight_only(chip, half, 200, 576, 576)
+        if float32:
+            yield from fp8_weight_only(chip, "fp32", 64, 4096, 128)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)

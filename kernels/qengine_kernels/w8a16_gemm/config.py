@@ -20,7 +20,7 @@ SCRATCH_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class BytePlan:
-    """One launch; a split of K takes `share` columns, a multiple of block_k."""
+    """One launch; a split of K takes `share` tiles of block_k columns."""
 
     route: Route
     block_m: int
@@ -49,21 +49,21 @@ def plan_bytes(
         many = GEMM_ROWS if chip.tensor_cores else few
         route = "gemv" if m <= few else "gemm" if m <= many else "dequantize"
     if route == "dequantize":
-        return BytePlan(route, 0, 32, tile_of(scale_block, in_features, 128), 1, in_features, 4, 1)
+        return BytePlan(route, 0, 32, tile_of(scale_block, in_features, 128), 1, 1, 4, 1)
     if route == "gemv":
         block_m, block_n, warps, stages, fill = min(power_of_2(m), GEMV_ROWS), 16, 4, 2, 4
         block_k = tile_of(scale_block, in_features, 256 if block_m == 1 else 128)
     else:
         block_m = min(power_of_2(m, least=16), 64)
         block_n, warps, fill = (128, 8, 2) if block_m == 64 else (64, 4, 2)
-        block_k = tile_of(scale_block, in_features, 64)
+        block_k = tile_of(scale_block, in_features, 64 if itemsize == 2 else 32)
         limit = chip.shared_memory
         stages = next(s for s in (4, 3, 2, 1) if shared_bytes(block_m, block_n, block_k, s, itemsize) <= limit)
     programs = ceil_div(n, block_n) * ceil_div(m, block_m)
     blocks = ceil_div(in_features, block_k)
     want = max(1, min(chip.multiprocessors * fill // programs, blocks // 2))
-    share = ceil_div(blocks, want) * block_k
-    return BytePlan(route, block_m, block_n, block_k, ceil_div(in_features, share), share, warps, stages)
+    share = ceil_div(blocks, want)
+    return BytePlan(route, block_m, block_n, block_k, ceil_div(blocks, share), share, warps, stages)
 
 
 def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int, itemsize: int) -> int:

@@ -46,8 +46,8 @@ def byte_gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (tile of N, split of K, tile of M); a split takes `share` columns. With SPLIT, p_out is float32
-    [splits, M, N] and gets no bias."""
+    """Grid (tile of N, split of K, tile of M). A split takes `share` tiles of K: counted in tiles, so that the compiler
+    sees how loads are aligned. With SPLIT, p_out is float32 [splits, M, N] and gets no bias."""
     i_split = tl.program_id(1)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,7 +58,8 @@ def byte_gemv_kernel(
     p_w_rows = p_codes + o_n.to(tl.int64)[:, None] * k
     b_acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     begin = i_split * share
-    for i_k in tl.range(begin, tl.minimum(begin + share, k), BLOCK_K):
+    for i_tile in tl.range(begin, tl.minimum(begin + share, tl.cdiv(k, BLOCK_K))):
+        i_k = i_tile * BLOCK_K
         o_k = i_k + tl.arange(0, BLOCK_K)
         k_mask = o_k < k
         b_codes = tl.load(p_w_rows + o_k[None, :], mask=n_mask[:, None] & k_mask[None, :], other=0)
@@ -112,7 +113,8 @@ def byte_gemm_kernel(
     p_w_rows = p_codes + o_n.to(tl.int64)[None, :] * k
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     begin = i_split * share
-    for i_k in tl.range(begin, tl.minimum(begin + share, k), BLOCK_K):
+    for i_tile in tl.range(begin, tl.minimum(begin + share, tl.cdiv(k, BLOCK_K))):
+        i_k = i_tile * BLOCK_K
         o_k = i_k + tl.arange(0, BLOCK_K)
         k_mask = o_k < k
         b_codes = tl.load(p_w_rows + o_k[:, None], mask=k_mask[:, None] & n_mask[None, :], other=0)

@@ -10,7 +10,7 @@ from qengine_kernels.w8a16_gemm.config import tile_of
 
 @dataclass(frozen=True)
 class PairPlan:
-    """One launch; a split of K takes `share` columns, a multiple of block_k."""
+    """One launch; a split of K takes `share` tiles of block_k columns."""
 
     block_m: int
     block_n: int
@@ -31,8 +31,8 @@ def plan_pair(chip: Chip, m: int, n: int, in_features: int, scale_block: int, na
     programs = ceil_div(n, block_n) * ceil_div(m, block_m)
     blocks = ceil_div(in_features, block_k)
     want = max(1, min(chip.multiprocessors * 2 // programs, blocks // 4))
-    share = ceil_div(blocks, want) * block_k
-    return PairPlan(block_m, block_n, block_k, ceil_div(in_features, share), share, warps, stages)
+    share = ceil_div(blocks, want)
+    return PairPlan(block_m, block_n, block_k, ceil_div(blocks, share), share, warps, stages)
 
 
 def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int, native: bool) -> int:

@@ -53,7 +53,8 @@ def pair_gemm_kernel(
     p_w_rows = p_codes + o_n.to(tl.int64)[None, :] * k
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     begin = i_split * share
-    for i_k in tl.range(begin, tl.minimum(begin + share, k), BLOCK_K):
+    for i_tile in tl.range(begin, tl.minimum(begin + share, tl.cdiv(k, BLOCK_K))):
+        i_k = i_tile * BLOCK_K
         o_k = i_k + tl.arange(0, BLOCK_K)
         k_mask = o_k < k
         b_a = tl.load(p_a_rows + o_k[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0)
