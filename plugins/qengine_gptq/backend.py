@@ -126,7 +126,7 @@ class GptqScheme(LinearScheme):
             return Capability.emulated(f"dequantised to {name} at load; --dtype bfloat16 runs in {packed}")
         if self.bits == 8:
             if self.keep_dense:
-                return Capability.emulated(f"dequantised to {name} at load: there is no 8-bit GEMM with groups here")
+                return Capability.emulated(f"dequantised to {name} at load, for want of an 8-bit GEMM with groups")
             return Capability.native("two int4 halves")
         return Capability.native("int4 GEMM" + ("" if self.bits == 4 else f", {self.bits}-bit codes held in 4 bits"))
 

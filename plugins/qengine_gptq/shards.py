@@ -10,7 +10,7 @@ import torch
 from qengine.plugin import LinearShard
 from qengine_gptq.layout import unpack
 from qengine_gptq.order import read_order
-from qengine_gptq.zeros import ZeroRule, read_zeros
+from qengine_gptq.zeros import ZeroRule, doubt, read_zeros
 
 
 @dataclass
@@ -79,7 +79,8 @@ def decode(
     if order is not None:
         order = order.to(device)
         codes = codes.index_select(0, order)
-    notes = [(name, note) for note in (about_order, about_zeros) if note is not None]
+    doubtful = None if zeros is None else doubt(codes, zeros, bits, group_size, rule.stored)
+    notes = [(name, note) for note in (about_order, about_zeros, doubtful) if note is not None]
     return Decoded(codes, scales.to(device), zeros, order, group_size, bits), notes
 
 

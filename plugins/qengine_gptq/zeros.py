@@ -20,6 +20,9 @@ from qengine_gptq.layout import unpack_columns
 
 Stored = Literal["gptq", "gptq_v2"]
 
+LEAST_CODES = 4096
+"""A mean over fewer codes says nothing."""
+
 
 @dataclass(frozen=True)
 class ZeroRule:
@@ -59,6 +62,21 @@ def read_zeros(qzeros: torch.Tensor, bits: int, count: int, rule: ZeroRule) -> t
     if not rule.by_word and bool((zeros == 0).any()):
         note = "zeros of 0 in a v1 file without GPTQModel's mark: AutoGPTQ spoils the zeros that follow one in a word"
     return zeros, note
+
+
+def doubt(codes: torch.Tensor, zeros: torch.Tensor, bits: int, group_size: int, stored: Stored) -> str | None:
+    """Asymmetric zeros can't be checked one by one, but a layer's weights average to about nothing: read by the other
+    convention they are one scale step off. codes uint8 [K, N] sorted by group, zeros uint8 [G, N] as read -> a note
+    when the other reading fits much better. 8-bit steps are too small to tell."""
+    if bits > 4 or codes.numel() < LEAST_CODES:
+        return None
+    sizes = torch.tensor([len(rows) for rows in codes.split(group_size)], device=zeros.device)
+    total = int(codes.sum(dtype=torch.int64)) - int((zeros.sum(1, dtype=torch.int64) * sizes).sum())
+    mean = total / codes.numel()
+    other = mean + (1.0 if stored == "gptq" else -1.0)
+    if abs(mean) < 0.7 or abs(other) > 0.3:
+        return None
+    return f"zeros read as {stored} put the mean weight about one scale step off 0: checkpoint_format may be wrong"
 
 
 def add_one_to_fields(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gptq_files import Style, pack_outputs, quantize, store_zeros
-from qengine.plugin import LinearSpec
+from qengine.plugin import LinearShard, LinearSpec
 from qengine_gptq.backend import GptqScheme
+from qengine_gptq.shards import decode
 from qengine_gptq.zeros import ZeroRule, read_zeros
 
 SPEC = LinearSpec("m", 64, 32)
@@ -101,6 +102,20 @@ def test_the_documented_words() -> None:
     spoiled = torch.tensor([[signed(0xFFFFFFF2)]], dtype=torch.int32)
     _, note = read_zeros(spoiled, 4, 8, ZeroRule("gptq", False))
     assert note is not None and "AutoGPTQ spoils" in note
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stored", ["gptq", "gptq_v2"])
+def test_the_wrong_convention_of_asymmetric_zeros_is_noticed(bits: int, stored: str) -> None:
+    """Which convention a file has can't be known for sure, but a wrong one shows in the weights' mean."""
+    torch.manual_seed(bits)
+    tensors, _ = quantize(torch.randn(64, 96), Style(bits, 64, False, stored))
+    for read_as in ("gptq", "gptq_v2"):
+        rule = ZeroRule(read_as, False)  # type: ignore[arg-type]
+        shard = LinearShard(LinearSpec("m", 96, 64), dict(tensors))
+        _, notes = decode(shard, bits, 64, rule, False, torch.device("cpu"))
+        texts = [text for _, text in notes if "checkpoint_format may be wrong" in text]
+        assert bool(texts) == (read_as != stored and bits < 8)
 
 
 def test_gptqmodel_stores_three_bits_by_field() -> None:
