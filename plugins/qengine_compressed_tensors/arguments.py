@@ -55,13 +55,13 @@ def read_args(where: str, raw: Any) -> Args | None:
     refuse_unknown(where, raw, known)
     bits = raw.get("num_bits", 8)
     if not is_int(bits) or not 1 <= bits <= 16:
-        raise ValueError(f"{where}.num_bits {bits!r} makes no sense; need: a number of bits such as 4 or 8")
+        raise ValueError(f"{where}.num_bits {short(bits)} makes no sense; need: a number of bits such as 4 or 8")
     kind = lower(where, raw, "type", "int")
     if kind not in ("int", "float"):
-        raise ValueError(f"{where}.type {raw['type']!r} is not known; need: int or float")
+        raise ValueError(f"{where}.type {short(raw['type'])} is not known; need: int or float")
     symmetric = raw.get("symmetric", True)
     if not isinstance(symmetric, bool):
-        raise ValueError(f"{where}.symmetric {symmetric!r} makes no sense; need: true or false")
+        raise ValueError(f"{where}.symmetric {short(symmetric)} makes no sense; need: true or false")
     group_size = read_group_size(where, raw.get("group_size"))
     strategy = read_strategy(where, raw, group_size)
     return Args(
@@ -80,7 +80,7 @@ def read_group_size(where: str, value: Any) -> int | None:
     if value is None:
         return None
     if not is_int(value) or (value < 1 and value not in (0, -1)):
-        raise ValueError(f"{where}.group_size {value!r} makes no sense; need: a positive number, or -1 for channels")
+        raise ValueError(f"{where}.group_size {short(value)} makes no sense; need: a positive number or -1")
     return int(value)
 
 
@@ -90,7 +90,7 @@ def read_strategy(where: str, raw: Mapping[str, Any], group_size: int | None) ->
     if strategy is None:
         strategy = "tensor" if not group_size else "group" if group_size > 0 else "channel"
     if strategy not in STRATEGIES:
-        raise ValueError(f"{where}.strategy {raw['strategy']!r} is not known; need: {' | '.join(STRATEGIES)}")
+        raise ValueError(f"{where}.strategy {short(raw['strategy'])} is not known; need: {' | '.join(STRATEGIES)}")
     grouped = strategy in ("group", "tensor_group")
     if grouped and not (group_size and group_size > 0):
         raise ValueError(f"{where}.strategy {strategy} needs a positive group_size, have: {group_size}")
@@ -106,7 +106,7 @@ def read_block(where: str, value: Any, strategy: str) -> tuple[int, int] | None:
     if value is None and strategy != "block":
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(is_int(v) and v > 0 for v in value):
-        raise ValueError(f"{where}.block_structure {value!r} makes no sense; need: two positive numbers")
+        raise ValueError(f"{where}.block_structure {short(value)} makes no sense; need: two positive numbers")
     if strategy != "block":
         raise ValueError(f"{where}.block_structure {value} contradicts its strategy {strategy}")
     return (value[0], value[1])
@@ -117,14 +117,14 @@ def read_dynamic(where: str, value: Any) -> bool | Literal["local"]:
         return value
     if isinstance(value, str) and value.lower() == "local":
         return "local"
-    raise ValueError(f"{where}.dynamic {value!r} is not known; need: true, false or local")
+    raise ValueError(f"{where}.dynamic {short(value)} is not known; need: true, false or local")
 
 
 def read_actorder(where: str, value: Any) -> Literal["group"] | None:
     if value is None or isinstance(value, bool):
         return "group" if value else None
     if not isinstance(value, str) or value.lower() not in ACTORDER:
-        raise ValueError(f"{where}.actorder {value!r} is not known; need: {' | '.join(ACTORDER)} or null")
+        raise ValueError(f"{where}.actorder {short(value)} is not known; need: {' | '.join(ACTORDER)} or null")
     return ACTORDER[value.lower()]  # type: ignore[return-value]
 
 

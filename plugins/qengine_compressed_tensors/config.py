@@ -76,11 +76,11 @@ def check_trivial(config: Mapping[str, Any]) -> None:
     """Sparse and transformed weights mean something else than their bytes say."""
     method = config.get("quant_method")
     if method is not None and str(method).lower() not in ("compressed-tensors", "compressed_tensors"):
-        raise ValueError(f"quant_method {method!r} is not compressed-tensors: these weights are in another format")
+        raise ValueError(f"quant_method {short(method)} is not compressed-tensors: these weights are in another format")
     sparsity = config.get("sparsity_config") or {}
     form = as_mapping("sparsity_config", sparsity).get("format", "dense")
     if form not in (None, "dense"):
-        raise ValueError(f"sparsity_config.format {form!r} (sparse weights) is not supported; {WOULD_WORK}")
+        raise ValueError(f"sparsity_config.format {short(form)} (sparse weights) is not supported; {WOULD_WORK}")
     transforms = as_mapping("transform_config", config.get("transform_config") or {})
     names = transforms.get("config_groups") or {k: v for k, v in transforms.items() if v and k != "config_groups"}
     if names:
@@ -134,7 +134,7 @@ def check_weights(where: str, weights: Args, form: str) -> None:
             f"{where}.strategy {weights.strategy!r} is not supported for integers; need: tensor, channel or group"
         )
     if form == "float-quantized":
-        raise ValueError(f"{where}.type int contradicts format {form!r}")
+        raise ValueError(f"{where}.type int contradicts format {short(form)}")
 
 
 def check_inputs(where: str, inputs: Args | None) -> None:
@@ -146,7 +146,7 @@ def read_format(where: str, value: Any) -> str | None:
     if value is None:
         return None
     if isinstance(value, str) and value in REFUSED:
-        raise ValueError(f"{where} {value!r} ({REFUSED[value]}) is not supported; {WOULD_WORK}")
+        raise ValueError(f"{where} {short(value)} ({REFUSED[value]}) is not supported; {WOULD_WORK}")
     if value not in READ + NOTHING_STORED:
         raise ValueError(f"{where} {short(value)} is not known; need: {' | '.join(READ)}")
     return str(value)
@@ -163,7 +163,7 @@ def read_names(where: str, value: Any) -> tuple[str, ...]:
             try:
                 re.compile(name.removeprefix("re:"))
             except (re.error, RecursionError, OverflowError) as e:
-                raise ValueError(f"{where} {name!r} is no regular expression: {e}") from e
+                raise ValueError(f"{where} {short(name)} is no regular expression: {e}") from e
     return tuple(value)
 
 

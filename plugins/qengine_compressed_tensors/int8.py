@@ -105,8 +105,10 @@ class Int8Scheme(LinearScheme):
         return needs + bias_need(spec)
 
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
-        bias = torch.float32.itemsize if device.type == "cpu" else dtype.itemsize
-        return spec.out_features * (spec.in_features + 4 + spec.bias * bias)
+        n, k = spec.out_features, spec.in_features
+        if device.type == "cpu":
+            return n * (k + 4 + 4 * spec.bias)
+        return n * (k + 4 + dtype.itemsize * spec.bias) + (0 if self.input_scale is None else 4)
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         if device.type == "cpu":

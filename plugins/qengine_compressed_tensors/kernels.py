@@ -182,4 +182,5 @@ class Int8CudaLinear(LinearOp):
         return y.to(self.dtype)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return self.weight.buffers() | ({} if self.bias is None else {"bias": self.bias})
+        named = {**self.weight.buffers(), "x_scale": self.x_scale, "bias": self.bias}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
