@@ -12,6 +12,7 @@ import torch
 from qengine.plugin import (
     Capability,
     DeviceInfo,
+    ExpertsOp,
     LinearOp,
     LinearScheme,
     LinearShard,
@@ -153,6 +154,18 @@ class GptqScheme(LinearScheme):
         op = ops[0] if len(ops) == 1 else SideBySide(ops)
         op.notes = notes
         return op
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_gptq.kernels import GptqCudaExperts, chip_of
+
+        def bind_one(shards: Sequence[LinearShard]) -> LinearOp:
+            return self.bind(shards, device, info, dtype)
+
+        return GptqCudaExperts(spec, count, self.ordered(spec.in_features), chip_of(device, info), bind_one)
 
     def _op(self, part: Decoded, bias: torch.Tensor | None, info: DeviceInfo, dtype: torch.dtype) -> LinearOp:
         if part.codes.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from qengine.plugin import DeviceInfo, LinearOp
+from qengine.plugin import DeviceInfo, ExpertPairs, ExpertsOp, LinearOp, LinearShard, LinearSpec
 from qengine_gptq.shards import Decoded
 from qengine_kernels.launch import Chip
+from qengine_kernels.moe_gemm import PackedExperts, describe, grouped_matmul, most_pairs
 from qengine_kernels.wna16_gemm import PackedWeight, pack_codes, wna16_matmul
 
 
@@ -34,6 +36,20 @@ def unpack_8(words, SLOT: tl.constexpr):
 
 
 UNPACK: dict[int, Any] = {2: unpack_2, 4: unpack_4, 8: unpack_8}
+
+
+UNLIKE = "stored unlike the other experts of its layer: they run one after the other, not all at once"
+
+
+def held_bits(bits: int) -> int:
+    """Bits that a code takes on the GPU."""
+    return 4 if bits == 3 else bits
+
+
+def chip_of(device: torch.device, info: DeviceInfo) -> Chip:
+    """The chip behind `device`, as far as `info` does not say otherwise."""
+    chip = Chip.of(device)
+    return replace(chip, sm=info.sm, shared_memory=info.shared_memory or chip.shared_memory) if info.sm else chip
 
 
 class GptqCudaLinear(LinearOp):
@@ -65,17 +81,16 @@ class GptqCudaLinear(LinearOp):
         )
         self.order = part.order
         self.bias = None if bias is None else bias.to(dtype)
-        self.chip = Chip.of(part.codes.device)
-        if info.sm:
-            self.chip = replace(self.chip, sm=info.sm, shared_memory=info.shared_memory or self.chip.shared_memory)
-        self.kernel = f"Triton W{bits}A16"
+        self.chip = chip_of(part.codes.device, info)
+        self.kind = f"Triton W{bits}A16"
         if bits != part.bits:
-            self.kernel += f" ({part.bits}-bit codes held in {bits} bits)"
-        self.kernel += ", dequantise + cuBLAS above some hundred rows"
-        if not self.chip.tensor_cores:
-            self.kernel = self.kernel.replace("some hundred rows", f"16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)")
+            self.kind += f" ({part.bits}-bit codes held in {bits} bits)"
         if self.order is not None:
-            self.kernel += ", inputs sorted by group"
+            self.kind += ", inputs sorted by group"
+        rows = "some hundred rows"
+        if not self.chip.tensor_cores:
+            rows = f"16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)"
+        self.kernel = f"{self.kind}, dequantise + cuBLAS above {rows}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
@@ -93,6 +108,52 @@ class GptqCudaLinear(LinearOp):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def held_bits(bits: int) -> int:
-    """Bits that a code takes on the GPU."""
-    return 4 if bits == 3 else bits
+class GptqCudaExperts(ExpertsOp):
+    """One linear of all experts. `bind_one` binds an expert's alone; its words then move into the stack.
+
+    `ordered`: inputs are expected to be sorted, by each expert in its own way. An expert that is stored unlike the
+    others (other zeros than the config says, gate and up sorted differently) keeps its own op, and then all experts run
+    one after the other.
+    """
+
+    def __init__(
+        self,
+        spec: LinearSpec,
+        count: int,
+        ordered: bool,
+        chip: Chip,
+        bind_one: Callable[[Sequence[LinearShard]], LinearOp],
+    ) -> None:
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.experts, self.chip, self.bind_one = PackedExperts(count), chip, bind_one
+        self.ordered = ordered
+        self.bits = 4
+        self.most_pairs = most_pairs(chip, count)
+
+    def bind(self, expert: int, shards: Sequence[LinearShard]) -> LinearOp:
+        op = self.bind_one(shards)
+        if not isinstance(op, GptqCudaLinear) or not self._stack(expert, op):
+            self.most_pairs = 0
+            op.notes = [*op.notes, (shards[0].spec.name, UNLIKE)]
+        return op
+
+    def _stack(self, expert: int, op: GptqCudaLinear) -> bool:
+        """Move the op's tensors into the stack; False if they don't fit there."""
+        columns = op.order
+        if self.ordered and columns is None:
+            columns = torch.arange(self.in_features, dtype=torch.int32, device=op.weight.words.device)
+        try:
+            op.weight = self.experts.put(expert, op.weight, columns)
+        except ValueError:
+            return False
+        if columns is not None:
+            op.order = self.experts.stack.tensors["columns"][expert]
+        op.kernel = describe(op.kind, self.most_pairs)
+        self.bits = op.weight.bits
+        return True
+
+    def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
+        weights = pairs.weights if combine else None
+        return grouped_matmul(
+            x, self.experts.weights, pairs.order, pairs.offsets, pairs.top_k, UNPACK[self.bits], weights, self.chip
+        )
