@@ -45,7 +45,6 @@ def _quantised_copy(folder: Path, method: str | None, say: Say) -> Path:
 
     if method is None or load_plugin("weight", method).quantizes_at_load:
         return folder
-
     if not Checkpoint.open(folder).is_dense():
         return folder
     from qengine_calibration.quantize import prepared_copy

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from checkpoint_logits import assert_meets_reference, assert_misses_reference, folders
+from checkpoint_logits import assert_meets_reference, assert_misses_reference, folders, meets_reference
+from gpu_logits import gpu_info, gpu_logits
 from load_model import plan_folder
 from qengine.errors import CheckpointError
+from qengine_kernels.testing import readable_id
 
 FOLDERS = folders("autofp8-", "transformers-fp8-", "modelopt-fp8")
 OTHER_ALGOS = [name for name in folders("modelopt-") if name not in FOLDERS]
 TIGHT = 0.99999
 """The same arithmetic in float32: only the order of sums differs."""
+ROUNDED = 0.98
+"""Least cosine of a model with rounded activations to another implementation of the same."""
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -59,3 +64,19 @@ def test_other_algorithms_of_modelopt_are_refused_by_name(checkpoints: Path) -> 
     for name in OTHER_ALGOS:
         with pytest.raises(CheckpointError, match=r"quant_algo '.*' is not supported by modelopt; need: FP8"):
             plan_folder(checkpoints / name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=readable_id)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_on_a_gpu(name: str, dtype: torch.dtype, checkpoints: Path) -> None:
+    """Weight-only as on an older GPU meets the reference; rounded activations come near the tool's own forward, which
+    rounds them too, where there is one."""
+    held = load_file(checkpoints / name / "reference.safetensors")
+    sequences = held["input_ids"].tolist()
+    got, _, _ = gpu_logits(checkpoints / name, sequences, dtype, info=gpu_info((8, 6)))
+    assert meets_reference(torch.stack(got), held["logits"]) is None
+    got, _, report = gpu_logits(checkpoints / name, sequences, dtype)
+    assert any("FP8 GEMM, activations rounded" in kernel for kernel in report.kernels)
+    rounded = held.get("logits_tool", held["logits"])
+    assert torch.cosine_similarity(torch.stack(got), rounded.float(), dim=-1).min() > ROUNDED

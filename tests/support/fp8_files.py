@@ -103,5 +103,6 @@ def make_tiny_fp8(
             continue
         factor = {"k_proj": 10.0, "v_proj": 0.1, "up_proj": 0.01}.get(module.rpartition(".")[2], 1.0) if spread else 1.0
         parts, meaning[name] = pack(tensor * factor)
-        held |= {f"{module}.{leaf}": value for leaf, value in {**parts, **(extra or {})}.items()}
+        held |= {f"{module}.{leaf}": value for leaf, value in parts.items()}
+        held |= {f"{module}.{leaf}": value.clone() for leaf, value in (extra or {}).items()}
     return make_bytetok(write_model(folder, settings, held)), meaning

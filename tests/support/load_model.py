@@ -19,15 +19,16 @@ CPU = DeviceInfo("cpu")
 
 
 def plan_folder(
-    folder: Path, flag: str | None = None, dtype: torch.dtype = torch.float32
+    folder: Path, flag: str | None = None, dtype: torch.dtype = torch.float32, info: DeviceInfo = CPU
 ) -> tuple[Model, LoadPlan, Checkpoint]:
-    """Open, choose the format, build and balance; no data is read."""
+    """Open, choose the format, build and balance; no data is read. `info` may describe a GPU that is not there, as long
+    as nothing is loaded."""
     checkpoint = Checkpoint.open(folder)
     config = load_config(checkpoint)
     choice = select_quant(flag, checkpoint.quant)
-    ctx = ModelContext(config, torch.device("cpu"), CPU, dtype, torch.float32, max_model_len=2048)
+    ctx = ModelContext(config, torch.device(info.type), info, dtype, torch.float32, max_model_len=2048)
     model = build_model(ctx)
-    return model, resolve(model.leaves, checkpoint, choice.quant, choice.dense, CPU, dtype), checkpoint
+    return model, resolve(model.leaves, checkpoint, choice.quant, choice.dense, info, dtype), checkpoint
 
 
 def load_folder(folder: Path, flag: str | None = None, dtype: torch.dtype = torch.float32) -> Model:
