@@ -64,7 +64,7 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         "Weight format, a plugin name (see `qengine plugins`). Default: what the checkpoint says. On a 16-bit "
-        "checkpoint, awq first makes a 4-bit copy in the cache",
+        "checkpoint, awq first makes a 4-bit copy in the cache, fp8 converts as it loads",
         group=MODEL,
         flags=("--quant", "-q"),
         metavar="NAME",

@@ -28,11 +28,12 @@ def library_gemm(device: torch.device, dtype: torch.dtype) -> bool:
     a = torch.ones((16, 32), device=device).to(E4M3)
     scales = torch.full((16, 1), 0.5, device=device), torch.full((1, 32), 0.25, device=device)
     b = torch.ones((32, 32), device=device).to(E4M3)
+    bias = torch.ones(32, dtype=dtype, device=device)
     try:
-        y = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+        y = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=dtype)
     except (RuntimeError, ValueError):
         return False
-    return bool((y == 4.0).all())
+    return bool((y == 5.0).all())
 
 
 @dataclass(frozen=True)
