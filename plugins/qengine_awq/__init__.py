@@ -1,1 +1,1 @@
-"""AWQ 4-bit weights in AutoAWQ's gemm layout."""
+"""AWQ 4-bit weights in the layouts of AutoAWQ and llm-awq."""

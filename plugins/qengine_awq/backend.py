@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +23,12 @@ from qengine.plugin import (
     WeightQuant,
 )
 from qengine_awq.config import AwqConfig, read_config
-from qengine_awq.headers import check_shapes, group_size_of
+from qengine_awq.headers import group_size_of, layout_of
 from qengine_awq.layout import SYMMETRIC_ZERO, unpack
+from qengine_awq.layouts import GEMM, Layout
 from qengine_awq.quantizer import AwqQuantizer
 from qengine_awq.reference import dequantize
 from qengine_kernels.cpu_linear import Int4CpuLinear, int4_bytes, tuning
-
-log = logging.getLogger("qengine.awq")
 
 
 class AwqCpuOp(LinearOp):
@@ -50,7 +48,7 @@ class AwqCpuOp(LinearOp):
 
 @dataclass(frozen=True)
 class AwqScheme(LinearScheme):
-    """4-bit gemm layout; group_size -1 is one group, the last group may be short.
+    """4-bit weights in one of AWQ's layouts; group_size -1 is one group, the last group may be short.
 
     `keep_dense`: keep the dense copy for large batches on a CPU.
     """
@@ -58,27 +56,20 @@ class AwqScheme(LinearScheme):
     group_size: int
     zero_point: bool
     keep_dense: bool = True
+    layout: Layout = GEMM
+    notes: Sequence[str] = field(default=(), compare=False)
 
     @property
     def format(self) -> str:  # type: ignore[override]
-        return f"awq 4-bit g{self.group_size}" + ("" if self.zero_point else " symmetric")
+        kind = "" if self.layout is GEMM else f" {self.layout.name}"
+        return f"awq 4-bit g{self.group_size}{kind}" + ("" if self.zero_point else " symmetric")
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("awq", self.group_size, self.zero_point, self.keep_dense)
-
-    def groups(self, in_features: int) -> int:
-        return 1 if self.group_size == -1 else -(-in_features // self.group_size)
+        return ("awq", self.group_size, self.zero_point, self.keep_dense, self.layout.name)
 
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
-        groups, words = self.groups(spec.in_features), spec.out_features // 8
-        split: dict[str, Any] = {"output_dim": 1, "input_dim": 0}
-        needs = [
-            TensorNeed("qweight", (spec.in_features, words), ("I32",), **split),
-            TensorNeed("scales", (groups, spec.out_features), ("F16", "BF16", "F32"), **split),
-        ]
-        if self.zero_point:
-            needs.append(TensorNeed("qzeros", (groups, words), ("I32",), **split))
+        needs = self.layout.needs(spec, self.group_size, self.zero_point)
         if spec.bias:
             needs.append(TensorNeed("bias", (spec.out_features,), ("F16", "BF16", "F32"), output_dim=0))
         return needs
@@ -117,17 +108,25 @@ class AwqScheme(LinearScheme):
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
-        qweight = join(shards, "qweight")
-        scales = join(shards, "scales")
-        qzeros = join(shards, "qzeros") if self.zero_point else None
+        check_finite(shards)
+        parts = [self._take(shard, device) for shard in shards]
+        qweight, scales = joined(parts, "qweight"), joined(parts, "scales")
+        qzeros = joined(parts, "qzeros") if self.zero_point else None
         bias = torch.cat([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
         if device.type == "cpu":
             return self._bind_cpu(qweight, qzeros, scales, bias, dtype)
         from qengine_awq.kernels import AwqCudaLinear
 
-        zeros = None if qzeros is None else qzeros.to(device)
         placed_bias = None if bias is None else bias.to(device)
-        return AwqCudaLinear(qweight.to(device), zeros, scales.to(device), placed_bias, self.group_size, dtype, info)
+        return AwqCudaLinear(qweight, qzeros, scales, placed_bias, self.group_size, dtype, info)
+
+    def _take(self, shard: LinearShard, device: torch.device) -> dict[str, torch.Tensor]:
+        """A shard's tensors on the device, in the gemm layout; consumes all but its bias."""
+        own = {leaf: shard.tensors.pop(leaf).to(device) for leaf in list(shard.tensors) if leaf != "bias"}
+        try:
+            return self.layout.to_gemm(shard.spec, own, self.group_size)
+        except ValueError as e:
+            raise ValueError(f"{shard.spec.name}: {e}") from e
 
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
@@ -162,17 +161,28 @@ class AwqScheme(LinearScheme):
         )  # fmt: skip
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return dequantize(tensors, self.group_size)
+        return dequantize(self.layout.to_gemm(spec, tensors, self.group_size), self.group_size)
 
 
-def join(shards: Sequence[LinearShard], leaf: str) -> torch.Tensor:
-    """One tensor of all shards, stacked along the outputs (dimension 1); consumes them."""
-    parts = [shard.tensors.pop(leaf) for shard in shards]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def joined(parts: Sequence[dict[str, torch.Tensor]], leaf: str) -> torch.Tensor:
+    """One tensor of all shards, stacked along the outputs; consumes them."""
+    own = [part.pop(leaf) for part in parts]
+    return own[0] if len(own) == 1 else torch.cat(own, dim=1)
+
+
+def check_finite(shards: Sequence[LinearShard]) -> None:
+    """Raises ValueError naming every float tensor of the shards that holds anything but finite numbers."""
+    bad = []
+    for shard in shards:
+        for leaf, t in shard.tensors.items():
+            if t.is_floating_point() and (wrong := int((~torch.isfinite(t)).sum())):
+                bad.append(f"{shard.spec.name}.{leaf}: {wrong} of {t.numel()} values are not finite")
+    if bad:
+        raise ValueError("; ".join(bad))
 
 
 class AwqQuant(WeightQuant):
-    """Reads AutoAWQ's gemm layout."""
+    """Reads the files of AutoAWQ and llm-awq."""
 
     name = "awq"
     contract = 1
@@ -186,14 +196,33 @@ class AwqQuant(WeightQuant):
         return cls(read_config(config))
 
     def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
-        if not {"qweight", "qzeros", "scales"} & tensors.keys():
+        if not {"qweight", "qzeros", "scaled_zeros", "scales"} & tensors.keys():
             return None
-        check_shapes(spec, tensors)
-        group_size = group_size_of(spec, tensors, self.config.group_size)
-        zero_point = "qzeros" in tensors or bool(self.config.zero_point)
-        if any(skip in spec.name for skip in self.config.skipped):
-            log.warning("%s is in modules_to_not_convert, but the file holds it quantised: the file counts", spec.name)
-        return AwqScheme(group_size, zero_point)
+        c = self.config
+        layout = layout_of(spec, tensors, c.layouts[0][1] if c.layouts else None)
+        group_size = group_size_of(spec, tensors, layout, c.group_size)
+        stored = layout.zeros_in(tensors)
+        zero_point = stored or (bool(c.zero_point) and layout.may_have_zeros)
+        notes = [
+            f"{key} is {value!r} in the config, the tensors have the layout of {layout.name}: the tensors count"
+            for key, value in c.layouts
+            if value not in layout.stated
+        ]
+        if stored and c.zero_point is False:
+            notes.append("zero_point is false in the config, the file holds zero points: they are used")
+        if c.zero_point and not layout.may_have_zeros:
+            notes.append(f"zero_point is true in the config, the layout of {layout.name} has none: every zero is 8")
+        if any(skip in spec.name for skip in c.skipped):
+            notes.append("modules_to_not_convert names what the file holds quantised: the file counts")
+        return AwqScheme(group_size, zero_point, layout=layout, notes=tuple(notes))
+
+    def unread(self, tensor: TensorInfo) -> str | None:
+        if tensor.name.endswith(".scales"):
+            return (
+                "AutoAWQ divides an activation's output by these scales, which is not done here; what would work: "
+                "a copy of the model in another format"
+            )
+        return None
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:

@@ -1,65 +1,81 @@
-"""What a module's tensor headers say: that it is AWQ's gemm layout, and its group size."""
+"""What a module's tensor headers say: which of AWQ's layouts it has, and its group size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from qengine.plugin import LinearSpec, TensorInfo
+from qengine_awq.layouts import GEMM, LAYOUTS, Layout
 
 
-def check_shapes(spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises ValueError naming both sides when the tensors are another format's or another AWQ layout's.
+def layout_of(spec: LinearSpec, tensors: Mapping[str, TensorInfo], stated: str | None) -> Layout:
+    """The layout that the shapes and dtypes fit; of several (some tensor is missing) the stated one, else gemm first.
 
-    Leaf names alone do not tell: GPTQ has the same three. A missing tensor is left to the accounting.
+    Raises ValueError naming what is there and what AWQ has when none fits. A missing tensor is left to the accounting.
     """
     k, n = spec.in_features, spec.out_features
-    if n % 8:
-        raise ValueError(f"{n} outputs do not pack into AWQ's words of 8")
-    need = f"awq reads qweight I32 [{k}, {n // 8}]"
     if "g_idx" in tensors:
-        raise ValueError(f"these are GPTQ tensors (g_idx is there), {need}; need: a reader for gptq")
-    qweight, scales = tensors.get("qweight"), tensors.get("scales")
-    if qweight is not None and qweight.shape != (k, n // 8):
-        have = f"qweight {qweight.dtype} {list(qweight.shape)}"
-        raise ValueError(f"{have} is {layout_of(k, n, qweight.shape)}, {need}")
-    if scales is not None and (len(scales.shape) != 2 or scales.shape[1] != n):
-        raise ValueError(f"scales {list(scales.shape)} are not AWQ gemm's [groups, {n}] (gemv stores them so); {need}")
+        raise ValueError(f"these are GPTQ tensors (g_idx is there), {need(k, n)}; need: a reader for gptq")
+    fitting = [layout for layout in LAYOUTS if layout.fits(k, n, tensors)]
+    if not fitting:
+        leaves = ("qweight", "qzeros", "scaled_zeros", "scales")
+        have = ", ".join(f"{t} {tensors[t].dtype} {list(tensors[t].shape)}" for t in leaves if t in tensors)
+        raise ValueError(f"{have}: {looks_like(k, n, tensors.get('qweight'))}, {need(k, n)}")
+    return next((layout for layout in fitting if stated in layout.stated), fitting[0])
 
 
-def layout_of(k: int, n: int, shape: tuple[int, ...]) -> str:
-    """A name for the layout that a 4-bit weight [n, k] with a qweight of this shape has."""
-    known: dict[tuple[int, ...], str] = {
+def need(k: int, n: int) -> str:
+    if n % 8:
+        return f"and {n} outputs do not pack into AWQ's words of 8"
+    return f"awq reads qweight I32 [{k}, {n // 8}] and scales [groups, {n}], or its gemv, gemv_fast and marlin layouts"
+
+
+def looks_like(k: int, n: int, qweight: TensorInfo | None) -> str:
+    """What a qweight for a weight [n, k] is that no 4-bit layout of AWQ has, or what is odd beside it."""
+    names: dict[tuple[int, ...], str] = {
         (-(-k // 8), n): "GPTQ's layout",
-        (n, k // 8): "AWQ's gemv layout",
-        (n // 4, k): "AWQ's gemv_fast (llm-awq) layout",
-        (k // 16, n * 2): "the marlin layout",
+        (-(-k // 4), n): "GPTQ's layout with 8 bits",
+        (k, n // 4): "8-bit weights, which awq does not read",
     }
-    return known.get(shape, "not the gemm layout")
+    whole = [(k, n // 8), (n, k // 8), (n // 4, k), (k // 16, n * 2)]
+    shape = () if qweight is None else qweight.shape
+    return names.get(shape, "these do not belong together" if shape in whole else "no layout of AWQ")
 
 
-def group_size_of(spec: LinearSpec, tensors: Mapping[str, TensorInfo], stated: int | None) -> int:
-    """The group size from the rows of scales; the config's is a cross-check. -1 is one group.
+def group_size_of(
+    spec: LinearSpec, tensors: Mapping[str, TensorInfo], layout: Layout, stated: int | None
+) -> int:
+    """The group size from the shape of scales; the config's is a cross-check. -1 is one group.
 
     Without a config a power of two is taken where one fits (that is what writers use), so that a short last group is
     read rightly; otherwise the inputs must divide evenly.
     """
     k = spec.in_features
-    scales = tensors.get("scales") or tensors.get("qzeros")
-    if scales is None:
-        return 128 if stated is None else stated
-    rows = scales.shape[0]
+    scales = tensors.get("scales")
+    if scales is None and layout is GEMM:
+        scales = tensors.get("qzeros")
     if stated is not None:
-        need = 1 if stated == -1 else -(-k // stated)
-        if rows != need:
+        wanted = layout.slots(k, stated)
+        if scales is not None and scales.shape[layout.group_dim] != wanted:
             raise ValueError(
-                f"group_size {stated} in the config means {need} rows of scales for {k} inputs, the file has {rows}"
+                f"group_size {stated} in the config means {wanted} rows of scales for {k} inputs, "
+                f"the file has {scales.shape[layout.group_dim]} ({layout.name})"
             )
         return stated
-    if rows == 1:
-        return -1
-    sizes = [g for g in (16, 32, 64, 128, 256, 512, 1024) if -(-k // g) == rows]
-    if sizes:
-        return sizes[0]
-    if rows and k % rows == 0:
+    if scales is None:
+        return 128
+    rows = scales.shape[layout.group_dim]
+    for size in layout.guesses:
+        if holds(layout, k, size) == rows:
+            return size
+    if layout.slots(k, -1) == 1 and rows and k % rows == 0:
         return k // rows
     raise ValueError(f"no group size fits {rows} rows of scales for {k} inputs; need: group_size in the config")
+
+
+def holds(layout: Layout, k: int, size: int) -> int | None:
+    """Slots of scales, or None where the layout has no such groups."""
+    try:
+        return layout.slots(k, size)
+    except ValueError:
+        return None

@@ -197,6 +197,11 @@ class WeightQuant(ABC):
         that module (the loader then asks the dense plugin).
         """
 
+    def unread(self, tensor: TensorInfo) -> str | None:
+        """Asked about every tensor of the file that no module of the model takes: why the model would be wrong without
+        it, or None. Reasons end the load; anything else is named in a warning."""
+        return None
+
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:
         """How this format is made from dense weights; None when it cannot be made here."""

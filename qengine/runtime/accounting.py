@@ -21,11 +21,26 @@ LISTED = 10
 
 @dataclass
 class Balance:
-    """`take` are the tensors to read for each need that the checkpoint meets; `extra` those nothing asked for."""
+    """`take` are the tensors to read for each need that the checkpoint meets; `extra` those nothing asked for.
+
+    `missing` names needs without a tensor, `wrong` says of tensors that do not fit what is there and what is needed.
+    """
 
     take: set[str] = field(default_factory=set)
     extra: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+
+    def error(self) -> CheckpointError | None:
+        """Missing tensors (the first ten and the count), else wrong ones (have / need)."""
+        if self.missing:
+            text = _missing_text(self.missing, self.untouched)
+            return CheckpointError(text, hint=_missing_hint(self.missing, self.untouched))
+        if self.wrong:
+            return CheckpointError(f"{len(self.wrong)} tensor(s) do not fit the model: {first_names(self.wrong)}")
+        return None
 
 
 def first_names(names: Collection[str], limit: int = LISTED) -> str:
@@ -39,14 +54,22 @@ def balance(
     provided: Mapping[str, TensorInfo],
     consumed: Collection[str] = (),
 ) -> Balance:
-    """Every need must be met by a tensor of the right shape and dtype; every tensor must be needed, `consumed` by
-    somebody else (KV scales) or known to be harmless, else it is `extra`.
+    """`compare`, raising CheckpointError for what is missing or wrong."""
+    books = compare(needs, provided, consumed)
+    if error := books.error():
+        raise error
+    return books
 
-    Raises CheckpointError for missing tensors (the first ten and the count) and for wrong ones (have / need).
-    """
+
+def compare(
+    needs: Iterable[tuple[str, TensorNeed]],
+    provided: Mapping[str, TensorInfo],
+    consumed: Collection[str] = (),
+) -> Balance:
+    """Every need must be met by a tensor of the right shape and dtype; every tensor must be needed, `consumed` by
+    somebody else (KV scales) or known to be harmless, else it is `extra`."""
     result = Balance()
     missing: dict[str, None] = {}  # in order, each once
-    wrong: list[str] = []
     for name, need in needs:
         info = provided.get(name)
         if info is None:
@@ -55,14 +78,10 @@ def balance(
             continue
         result.take.add(name)
         if problem := _mismatch(info, need):
-            wrong.append(f"{name}: {problem}")
-    untouched = [n for n in provided if n not in result.take and n not in consumed]
-    if missing:
-        names = list(missing)
-        raise CheckpointError(_missing_text(names, untouched), hint=_missing_hint(names, untouched))
-    if wrong:
-        raise CheckpointError(f"{len(wrong)} tensor(s) do not fit the model: {first_names(wrong)}")
-    for name in untouched:
+            result.wrong.append(f"{name}: {problem}")
+    result.missing = list(missing)
+    result.untouched = [n for n in provided if n not in result.take and n not in consumed]
+    for name in result.untouched:
         meaning = _harmless(provided[name])
         if meaning is None:
             result.extra.append(name)

@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import psutil
 import torch
 
 from qengine.errors import CapabilityError, CheckpointError
 from qengine.layers.linear import Linear
-from qengine.layers.module import FLOAT_CODES, Leaf
-from qengine.plugin import DeviceInfo, LinearScheme, LinearSpec, TensorInfo, WeightQuant
-from qengine.runtime.accounting import balance, first_names
+from qengine.layers.module import Leaf
+from qengine.plugin import DeviceInfo, LinearScheme, WeightQuant
+from qengine.runtime.accounting import first_names
+from qengine.runtime.survey import TensorSource, grouped, survey
 
 Progress = Callable[[int, int, str], None]
 """Called after each module with (modules done, modules in all, its name)."""
-
-
-class TensorSource(Protocol):
-    """What `resolve` and `load` need of a checkpoint; dummy weights are one too."""
-
-    tensors: dict[str, TensorInfo]
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-    def file_position(self, name: str) -> tuple[str, int]: ...
 
 
 @dataclass
@@ -87,57 +77,26 @@ def resolve(
     CheckpointError for missing, wrong or contradictory tensors and CapabilityError for a format that this device
     cannot run.
     """
-    modules = _by_module(source.tensors)
-    schemes: dict[str, LinearScheme] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Linear):
-            chosen = [_scheme(leaf, spec, modules.get(spec.name, {}), quant, dense) for spec in leaf.specs]
-            leaf.resolve(chosen)
-            if compact:
+    found = survey(leaves, source, quant, dense, consumed)
+    if problems := found.problems():
+        raise problems[0]
+    if compact:
+        for leaf in leaves:
+            if isinstance(leaf, Linear):
                 leaf.compact()
-            schemes |= {spec.name: scheme for spec, scheme in zip(leaf.specs, chosen, strict=True)}
-    books = balance((need for leaf in leaves for need in leaf.needs()), source.tensors, consumed)
-    notes = books.notes + _capability_notes(schemes, info, dtype) + _unfused_notes(leaves)
-    extra, zero_biases = _zero_biases(leaves, source, books.extra)
-    if zero_biases:
-        notes.append(f"{len(zero_biases)} all-zero bias tensors of linears without a bias are ignored")
-    warnings = _grouped((name, text) for name, scheme in schemes.items() for text in scheme.notes)
-    if extra:
-        warnings.append(f"{len(extra)} tensor(s) in the checkpoint that this model does not use: {first_names(extra)}")
+    notes = found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
+    if found.zero_biases:
+        notes.append(f"{len(found.zero_biases)} all-zero bias tensors of linears without a bias are ignored")
+    warnings = found.contradictions()
+    if found.extra:
+        names = first_names(found.extra)
+        warnings.append(f"{len(found.extra)} tensor(s) in the checkpoint that this model does not use: {names}")
     total: Counter[str] = Counter()
     for leaf in leaves:
         total.update(leaf.resident_bytes(info))
-    order = _file_order(leaves, source, books.take)
-    formats = {name: scheme.format for name, scheme in schemes.items()}
+    order = _file_order(leaves, source, found.books.take)
+    formats = {name: scheme.format for name, scheme in found.schemes.items()}
     return LoadPlan(source, info, order, dict(total), formats, notes, warnings)
-
-
-def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """module name -> leaf name -> tensor."""
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        modules.setdefault(module, {})[leaf] = tensor
-    return modules
-
-
-def _scheme(
-    leaf: Linear, spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None, dense: WeightQuant
-) -> LinearScheme:
-    try:
-        stays_dense = not leaf.quantizable and "weight" in tensors and tensors["weight"].dtype in FLOAT_CODES
-        scheme = quant.scheme_for(spec, tensors) if quant is not None and not stays_dense else None
-        scheme = scheme or dense.scheme_for(spec, tensors)
-        if scheme is None:
-            # The file holds nothing that anybody reads under this name: plan it as 16-bit, so that the balance
-            # reports its weight as missing together with all others.
-            absent = TensorInfo(f"{spec.name}.weight", "F16", (spec.out_features, spec.in_features))
-            scheme = dense.scheme_for(spec, {"weight": absent})
-    except ValueError as e:
-        raise CheckpointError(f"{spec.name}: {e}") from e
-    if scheme is None:
-        raise CheckpointError(f"{spec.name}: no weight format reads it", have=", ".join(tensors) or "no tensors")
-    return scheme
 
 
 def _capability_notes(schemes: Mapping[str, LinearScheme], info: DeviceInfo, dtype: torch.dtype) -> list[str]:
@@ -160,37 +119,11 @@ def _capability_notes(schemes: Mapping[str, LinearScheme], info: DeviceInfo, dty
     return notes
 
 
-def _grouped(notes: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for each text, with the modules that it is about."""
-    modules: dict[str, list[str]] = {}
-    for name, text in notes:
-        modules.setdefault(text, []).append(name)
-    return [
-        f"{text} ({len(names)} module{'s' * (len(names) > 1)}: {first_names(names, 3)})"
-        for text, names in modules.items()
-    ]
-
-
 def _unfused_notes(leaves: Sequence[Leaf]) -> list[str]:
     mixed = [leaf.name for leaf in leaves if isinstance(leaf, Linear) and len(leaf.runs()) > 1]
     if not mixed:
         return []
     return [f"{len(mixed)} fused modules run in parts, because their shards differ in format: {first_names(mixed, 3)}"]
-
-
-def _zero_biases(
-    leaves: Sequence[Leaf], source: TensorSource, extra: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Split off extra biases of linears that have none by architecture: zeros are harmless (some quantisers write
-    them), anything else means that the config describes another model."""
-    names = {f"{spec.name}.bias" for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs}
-    biases = [name for name in extra if name in names]
-    for name in biases:
-        if source.read(name).count_nonzero():
-            raise CheckpointError(
-                f"{name} is not zero, but the model has no bias there", hint="a config.json that fits the weights"
-            )
-    return [name for name in extra if name not in names], biases
 
 
 def _file_order(leaves: Sequence[Leaf], source: TensorSource, take: Collection[str]) -> list[tuple[Leaf, list[str]]]:
@@ -227,7 +160,7 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
         raise CheckpointError(f"{len(refused)} module(s) hold data that cannot be used: {first_names(refused)}")
     sizes = _measured_bytes([leaf for leaf, _ in plan.order], plan.info)
     ops = [op for leaf, _ in plan.order if isinstance(leaf, Linear) for op in leaf.ops]
-    warnings = _grouped(note for op in ops for note in op.notes)
+    warnings = grouped(note for op in ops for note in op.notes)
     report = LoadReport(time.perf_counter() - start, sizes, Counter(op.kernel for op in ops), peak, warnings)
     if abs(report.total_bytes - plan.total_bytes) > 0.02 * plan.total_bytes:
         report.warnings.append(

@@ -46,7 +46,9 @@ def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
     the head is taken off the checkpoint's list. With no head in the file the embedding is used, unless config.json
     says in so many words that it is not tied: then the head is missing and accounting will say so.
     """
-    text = getattr(config, "text_config", None) or config
+    text = getattr(config, "text_config", None)
+    if text is None or isinstance(text, dict):  # a dict: a model type that has no text_config of its own
+        text = config
     stated = _stated_flag(checkpoint.raw_config)
     flag = bool(getattr(text, "tie_word_embeddings", False))
     head = [name for name in checkpoint.tensors if name.startswith(HEAD) or f".{HEAD}" in name]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qengine.plugin import DeviceInfo
+from awq_files import write_linear
+from qengine.plugin import DeviceInfo, LinearSpec
 from qengine_awq.kernels import AwqCudaLinear
+from qengine_awq.layouts import LAYOUTS
 from qengine_kernels.testing import KernelMismatch, assert_close, readable_id
 from qengine_kernels.wna16_gemm import packed_bytes
 
@@ -96,3 +98,19 @@ def test_chip_and_shapes(device: torch.device) -> None:
     assert "sm_75" in op.kernel and op.buffers()["scales"].dtype == torch.float16
     with pytest.raises(ValueError, match=r"\(2, 8\); need \(1, 8\)"):
         AwqCudaLinear(words, None, scales, None, -1, torch.float16, DeviceInfo("cuda"))
+
+
+@pytest.mark.parametrize("version", ["gemv", "gemv_fast", "llm-awq", "marlin"])
+def test_every_layout_becomes_words_of_this_one(version: str, device: torch.device) -> None:
+    torch.manual_seed(3)
+    spec = LinearSpec("m", 256, 64)
+    tensors, meaning = write_linear(torch.randn(64, 256) * 0.05, version, 128)
+    layout = next(layout for layout in LAYOUTS if layout.name == version)
+    own = layout.to_gemm(spec, {leaf: t.to(device) for leaf, t in tensors.items()}, 128)
+    op = AwqCudaLinear(
+        own["qweight"], own.get("qzeros"), own["scales"], None, 128, torch.float16, DeviceInfo(device.type)
+    )
+    x = torch.randn(5, 256, device=device).half()
+    assert_close("linear", op(x), x.float() @ meaning.t().to(device), LIMITS[torch.float16])
+    with pytest.raises(KernelMismatch):
+        assert_close("columns", op(x), x.float() @ meaning.t().flip(1).to(device), 1e-2)

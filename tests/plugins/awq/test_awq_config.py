@@ -1,6 +1,5 @@
 """Which AWQ files are read and which are refused by field and value (case C08, the plugin's half)."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -50,17 +49,17 @@ def test_gemm_in_every_spelling(config: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"version": "gemv"}, ["version", "gemv"]),
-        ({"version": "GEMV_FAST"}, ["version", "GEMV_FAST"]),
-        ({"version": "marlin", "zero_point": False}, ["version", "marlin"]),
-        ({"format": "gemv", "version": None}, ["format", "gemv"]),
-        ({"backend": "llm-awq"}, ["backend", "llm-awq"]),
+        ({"version": "gemm_v2"}, ["version", "gemm_v2", "gemv_fast"]),
+        ({"format": "paroquant", "version": None}, ["format", "paroquant"]),
+        ({"checkpoint_format": 4}, ["checkpoint_format", "4"]),
         ({"bits": 8}, ["bits", "8"]),
+        ({"bits": True}, ["bits", "True"]),
         ({"w_bit": 8, "bits": None}, ["w_bit", "8"]),
         ({"group_size": 0}, ["group_size", "0"]),
         ({"group_size": "128"}, ["group_size", "'128'"]),
         ({"zero_point": "yes"}, ["zero_point", "yes"]),
         ({"modules_to_not_convert": "lm_head"}, ["modules_to_not_convert", "lm_head"]),
+        ({"modules_to_not_convert": 3}, ["modules_to_not_convert", "3"]),
         ({"quant_method": "gptq"}, ["quant_method", "gptq"]),
     ],
 )
@@ -91,24 +90,83 @@ def test_gptq_tensors_are_refused_naming_both() -> None:
             AwqQuant.parse(None).scheme_for(SPEC, tensors)
 
 
+GEMV = headers(qweight=(960, 72), qzeros=(960, 2), scales=(960, 16))
+FAST = {
+    "qweight": TensorInfo("qweight", "I16", (240, 576)),
+    "qzeros": TensorInfo("qzeros", "F16", (16, 960)),
+    "scales": TensorInfo("scales", "F16", (16, 960)),
+}
+LLM_AWQ = {("scaled_zeros" if leaf == "qzeros" else leaf): info for leaf, info in FAST.items()}
+MARLIN = headers(qweight=(36, 1920), scales=(9, 960))
+
+
+@pytest.mark.parametrize("stated", ["gemm", "gemv", "gemv_fast", "marlin", None], ids=str)
 @pytest.mark.parametrize(
-    "tensors, name",
+    "tensors, name, group",
     [
-        (headers(qweight=(960, 72), qzeros=(960, 2), scales=(960, 16)), "gemv"),
-        (headers(qweight=(240, 576), qzeros=(16, 960), scales=(16, 960)), "gemv_fast"),
-        (headers(qweight=(36, 1920), scales=(9, 960)), "marlin"),
+        (gemm(), "gemm", 64), (GEMV, "gemv", 64), (FAST, "gemv_fast", 64), (LLM_AWQ, "llm-awq", 64),
+        (MARLIN, "marlin", 64), (headers(qweight=(960, 72), qzeros=(960, 4), scales=(960, 32)), "gemv", 32),
     ],
-)
-def test_other_layouts_are_named_from_their_shapes(tensors: dict[str, TensorInfo], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        AwqQuant.parse(None).scheme_for(SPEC, tensors)
+    ids=["gemm", "gemv", "fast", "llm-awq", "marlin", "gemv-32"],
+)  # fmt: skip
+def test_the_tensors_decide_the_layout(
+    tensors: dict[str, TensorInfo], name: str, group: int, stated: str | None
+) -> None:
+    """Whatever the config says; a contradiction is noted."""
+    config = None if stated is None else {"version": stated.upper()}
+    scheme = AwqQuant.parse(config).scheme_for(SPEC, tensors)
+    assert isinstance(scheme, AwqScheme) and scheme.layout.name == name and scheme.group_size == group
+    assert {need.leaf: need.shape for need in scheme.tensors(SPEC)} == {leaf: t.shape for leaf, t in tensors.items()}
+    agrees = stated is None or stated in scheme.layout.stated
+    assert len(scheme.notes) == (not agrees) and (agrees or f"{stated!r}" in scheme.notes[0])
+    assert (name == "gemm") == (name not in scheme.format)
 
 
 def test_square_gemv_is_told_by_its_scales() -> None:
     spec = LinearSpec("m", 512, 512)
-    tensors = headers(qweight=(512, 64), qzeros=(512, 1), scales=(512, 8))
-    with pytest.raises(ValueError, match="gemv"):
-        AwqQuant.parse(None).scheme_for(spec, tensors)
+    square = {"qweight": (512, 64), "qzeros": (512, 1), "scales": (512, 8)}
+    scheme = AwqQuant.parse(None).scheme_for(spec, headers(**square))
+    assert isinstance(scheme, AwqScheme) and scheme.layout.name == "gemv"
+    scheme = AwqQuant.parse(None).scheme_for(spec, headers(**square | {"qzeros": (4, 64), "scales": (4, 512)}))
+    assert isinstance(scheme, AwqScheme) and scheme.layout.name == "gemm" and scheme.group_size == 128
+
+
+def test_an_unfinished_module_takes_the_stated_layout() -> None:
+    """Only scales [groups, N] are there: four layouts could have them, and the accounting must name the right rest."""
+    for version, shape in (("gemm", (576, 120)), ("marlin", (36, 1920))):
+        scheme = AwqQuant.parse({"version": version, "group_size": 64}).scheme_for(SPEC, headers(scales=(9, 960)))
+        assert scheme is not None and next(n for n in scheme.tensors(SPEC) if n.leaf == "qweight").shape == shape
+
+
+@pytest.mark.parametrize(
+    "tensors, words",
+    [
+        (headers(qweight=(576, 240), qzeros=(9, 240), scales=(9, 960)), "8-bit weights"),
+        (headers(qweight=(144, 960), qzeros=(9, 240), scales=(9, 960)), "GPTQ's layout with 8 bits"),
+        (headers(qweight=(576, 120), qzeros=(9, 120), scales=(9, 961)), "do not belong together"),
+        (headers(qweight=(36, 1920), qzeros=(9, 120), scales=(9, 960)), "do not belong together"),
+        (headers(qweight=(3, 3), scales=(9, 960)), "no layout of AWQ"),
+    ],
+)
+def test_shapes_of_no_layout(tensors: dict[str, TensorInfo], words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*awq reads qweight"):
+        AwqQuant.parse(None).scheme_for(SPEC, tensors)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_zero_points_are_there_or_not_whatever_the_config_says(zeros: bool) -> None:
+    tensors = gemm() if zeros else MARLIN
+    scheme = AwqQuant.parse({"zero_point": not zeros, "version": "gemm" if zeros else "marlin"}).scheme_for(
+        SPEC, tensors
+    )
+    assert isinstance(scheme, AwqScheme) and scheme.zero_point == zeros and "zero_point is" in scheme.notes[0]
+
+
+def test_scaled_activations_are_refused() -> None:
+    quant = AwqQuant.parse(NEW)
+    reason = quant.unread(TensorInfo("transformer.h.0.mlp.act.scales", "F16", (512,)))
+    assert reason is not None and "activation" in reason
+    assert quant.unread(TensorInfo("model.layers.0.mystery.weight", "F16", (3,))) is None
 
 
 @pytest.mark.parametrize("k, rows, want", [(576, 9, 64), (576, 18, 32), (576, 1, -1), (96, 2, 64), (1536, 12, 128)])
@@ -124,12 +182,11 @@ def test_config_that_contradicts_the_tensors() -> None:
         AwqQuant.parse(NEW | {"group_size": 128}).scheme_for(SPEC, gemm(9))
 
 
-def test_tensors_decide_what_is_quantised(caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_decide_what_is_quantised() -> None:
     quant = AwqQuant.parse(NEW | {"modules_to_not_convert": ["up_proj"]})
     assert quant.scheme_for(SPEC, headers(weight=(960, 576))) is None
-    with caplog.at_level(logging.WARNING):
-        assert quant.scheme_for(SPEC, gemm()) is not None
-    assert SPEC.name in caplog.text and "modules_to_not_convert" in caplog.text
+    scheme = quant.scheme_for(SPEC, gemm())
+    assert scheme is not None and "modules_to_not_convert" in scheme.notes[0]
     assert AwqQuant.parse(NEW).scheme_for(SPEC, {}) is None
 
 

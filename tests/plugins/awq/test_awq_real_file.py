@@ -12,7 +12,7 @@ from qengine.plugin import LinearSpec, TensorInfo
 from qengine_awq.backend import AwqQuant
 from qengine_awq.layout import pack, unpack
 
-FOLDER = Path(__file__).parents[1] / "data" / "autoawq-gemm-g128"
+FOLDER = Path(__file__).parents[2] / "data" / "autoawq-gemm-g128"
 CODES = {torch.int32: "I32", torch.float16: "F16"}
 
 

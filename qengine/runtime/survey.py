@@ -1,0 +1,158 @@
+"""Everything that headers tell about how a checkpoint fits a model: schemes, and all that keeps it from being served.
+
+The loader raises the first problem; `qengine inspect` shows all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from qengine.errors import CheckpointError
+from qengine.layers.linear import Linear
+from qengine.layers.module import FLOAT_CODES, Leaf
+from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant
+from qengine.runtime.accounting import Balance, compare, first_names
+
+
+class TensorSource(Protocol):
+    """What is needed of a checkpoint; dummy weights are one too."""
+
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+    def file_position(self, name: str) -> tuple[str, int]: ...
+
+
+@dataclass
+class Survey:
+    """`schemes` by checkpoint name; `refused`: why a linear cannot be read; `unread`: why a tensor that no module takes
+    must not be ignored; `extra`: tensors that nothing uses; biases that the architecture does not have, zero or not."""
+
+    schemes: dict[str, LinearScheme] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    books: Balance = field(default_factory=Balance)
+    unread: dict[str, str] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+    zero_biases: list[str] = field(default_factory=list)
+    odd_biases: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[CheckpointError]:
+        """All that keeps the checkpoint from being served, each with its list of names."""
+        out = []
+        if len(self.refused) == 1:
+            out += [CheckpointError(f"{name}: {reason}") for name, reason in self.refused.items()]
+        elif self.refused:
+            reasons = grouped(self.refused.items())
+            out.append(CheckpointError(f"{len(self.refused)} modules cannot be read: {first_names(reasons, 3)}"))
+        if error := self.books.error():
+            out.append(error)
+        for reason in grouped(self.unread.items(), "tensor"):
+            out.append(CheckpointError(reason))
+        if self.odd_biases:
+            verb = "is" if len(self.odd_biases) == 1 else "are"
+            out.append(
+                CheckpointError(
+                    f"{first_names(self.odd_biases)} {verb} not zero, but the model has no bias there",
+                    hint="a config.json that fits the weights",
+                )
+            )
+        return out
+
+    def contradictions(self) -> list[str]:
+        """Where config and headers disagree and a reading is still certain."""
+        return grouped((name, text) for name, scheme in self.schemes.items() for text in scheme.notes)
+
+
+def survey(
+    leaves: Sequence[Leaf],
+    source: TensorSource,
+    quant: WeightQuant | None,
+    dense: WeightQuant,
+    consumed: Collection[str] = (),
+) -> Survey:
+    """Give every linear its schemes and balance all needs against the checkpoint; raises nothing for its faults.
+
+    `quant` is asked first, then `dense`; each decides from the tensors that are there. `consumed` names tensors that
+    somebody else reads (KV scales).
+    """
+    out = Survey()
+    modules = _by_module(source.tensors)
+    needs: list[Leaf] = []
+    taken = set(consumed)
+    for leaf in leaves:
+        if isinstance(leaf, Linear) and not _resolved(out, leaf, modules, quant, dense):
+            taken |= {info.name for spec in leaf.specs for info in modules.get(spec.name, {}).values()}
+        else:
+            needs.append(leaf)
+    out.books = compare((need for leaf in needs for need in leaf.needs()), source.tensors, taken)
+    biases = {f"{spec.name}.bias" for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs}
+    for name in out.books.extra:
+        if name in biases:
+            # Some quantisers write zero biases; anything else means that the config describes another model.
+            (out.odd_biases if source.read(name).count_nonzero() else out.zero_biases).append(name)
+        elif quant is not None and (reason := quant.unread(source.tensors[name])):
+            out.unread[name] = reason
+        else:
+            out.extra.append(name)
+    return out
+
+
+def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """module name -> leaf name -> tensor."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = tensor
+    return modules
+
+
+def _resolved(
+    out: Survey,
+    leaf: Linear,
+    modules: Mapping[str, Mapping[str, TensorInfo]],
+    quant: WeightQuant | None,
+    dense: WeightQuant,
+) -> bool:
+    """Give `leaf` its schemes; False when a module of it is refused."""
+    chosen = []
+    for spec in leaf.specs:
+        try:
+            chosen.append(_scheme(leaf, spec, modules.get(spec.name, {}), quant, dense))
+        except ValueError as e:
+            out.refused[spec.name] = str(e)
+    if len(chosen) < len(leaf.specs):
+        return False
+    leaf.resolve(chosen)
+    out.schemes |= {spec.name: scheme for spec, scheme in zip(leaf.specs, chosen, strict=True)}
+    return True
+
+
+def _scheme(
+    leaf: Linear, spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None, dense: WeightQuant
+) -> LinearScheme:
+    stays_dense = not leaf.quantizable and "weight" in tensors and tensors["weight"].dtype in FLOAT_CODES
+    scheme = quant.scheme_for(spec, tensors) if quant is not None and not stays_dense else None
+    scheme = scheme or dense.scheme_for(spec, tensors)
+    if scheme is None:
+        # The file holds nothing that anybody reads under this name: plan it as 16-bit, so that the balance
+        # reports its weight as missing together with all others.
+        absent = TensorInfo(f"{spec.name}.weight", "F16", (spec.out_features, spec.in_features))
+        scheme = dense.scheme_for(spec, {"weight": absent})
+    if scheme is None:
+        raise ValueError(f"no weight format reads it; have: {', '.join(tensors) or 'no tensors'}")
+    return scheme
+
+
+def grouped(notes: Iterable[tuple[str, str]], what: str = "module") -> list[str]:
+    """One line for each text of (name, text), with the names that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, text in notes:
+        names.setdefault(text, []).append(name)
+    return [
+        f"{text} ({len(own)} {what}{'s' * (len(own) > 1)}: {first_names(own, 3)})" for text, own in names.items()
+    ]

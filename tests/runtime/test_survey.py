@@ -1,0 +1,69 @@
+"""What is wrong with a checkpoint comes with the list of names, all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from awq_files import make_awq
+from load_model import plan_folder
+from qengine.errors import CheckpointError
+from qengine.layers.module import ModelContext
+from qengine.models.registry import build_model
+from qengine.plugin import DeviceInfo
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.model_config import load_config
+from qengine.runtime.quant_select import select_quant
+from qengine.runtime.survey import Survey, grouped, survey
+
+Stored = dict[str, torch.Tensor]
+
+
+def look(folder: Path) -> Survey:
+    checkpoint = Checkpoint.open(folder)
+    choice = select_quant(None, checkpoint.quant)
+    ctx = ModelContext(
+        load_config(checkpoint), torch.device("cpu"), DeviceInfo("cpu"), torch.float32, torch.float32, 64
+    )
+    return survey(build_model(ctx).leaves, checkpoint, choice.quant, choice.dense)
+
+
+def test_all_modules_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
+    folder, _ = make_awq(tmp_path, "gemm", quant={"group_size": 64})
+    words = "14 modules cannot be read: group_size 64 in the config means 4 rows"
+    with pytest.raises(CheckpointError, match=words) as e:
+        plan_folder(folder)
+    text = str(e.value)
+    assert "(12 modules: model.layers.0.self_attn.q_proj" in text and "(2 modules: model.layers.0.mlp" in text
+
+
+def test_everything_is_found_in_one_go(tmp_path: Path) -> None:
+    """A module of no layout, a missing tensor, one of a wrong shape, one that must not be ignored, one that may."""
+
+    def spoil(stored: Stored) -> None:
+        del stored["model.layers.0.self_attn.o_proj.qzeros"]
+        stored["model.layers.1.mlp.down_proj.qweight"] = torch.zeros(3, 3, dtype=torch.int32)
+        stored["model.norm.weight"] = torch.zeros(255).half()
+        stored["model.layers.0.mlp.act.scales"] = torch.ones(4).half()
+        stored["model.layers.0.mystery.weight"] = torch.ones(4).half()
+        stored["model.layers.1.self_attn.q_proj.bias"] = torch.ones(256).half()
+        stored["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(128).half()
+
+    found = look(make_awq(tmp_path, "gemm", edit=spoil)[0])
+    assert list(found.refused) == ["model.layers.1.mlp.down_proj"]
+    assert found.books.missing == ["model.layers.0.self_attn.o_proj.qzeros"]
+    assert found.books.wrong == ["model.norm.weight: have F16 255, need F16 or BF16 or F32 or F64 256"]
+    assert list(found.unread) == ["model.layers.0.mlp.act.scales"] and found.extra == ["model.layers.0.mystery.weight"]
+    assert found.odd_biases == ["model.layers.1.self_attn.q_proj.bias"]
+    assert found.zero_biases == ["model.layers.1.self_attn.k_proj.bias"]
+    texts = [str(problem) for problem in found.problems()]
+    assert len(texts) == 4 and texts[0].startswith("model.layers.1.mlp.down_proj: ")
+    # Control: none of it in the file as it was written.
+    clean = look(make_awq(tmp_path / "clean", "gemm")[0])
+    assert clean.problems() == [] and clean.extra == [] and clean.contradictions() == []
+
+
+def test_grouping_keeps_order_and_counts() -> None:
+    assert grouped([("a", "x"), ("b", "y"), ("c", "x")]) == ["x (2 modules: a, c)", "y (1 module: b)"]
