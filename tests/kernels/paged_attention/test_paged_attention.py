@@ -94,7 +94,8 @@ def test_window_and_soft_cap(window: int | None, cap: float | None, route: str, 
     spec = spec_of((6, 2, 48), window, cap)
     case = paged_case(spec, *STEPS["mixed"], torch.float32, device)
     got = attend(filled(case, spec, prefill=route), case)
-    assert_close("masked", got, reference(case, spec), 1e-5)
+    # torch's float32 attention may build its products from three TF32 ones on a GPU.
+    assert_close("masked", got, reference(case, spec), 1e-4 if route == "gather" else 1e-5)
     wrong = {"window": window + 1} if window is not None else {"soft_cap": None}
     with pytest.raises(KernelMismatch):
         assert_close("wrong rule", got, reference(case, spec, **wrong), 1e-3)
