@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qengine_awq.kernels import unpack_nibble
+from qengine_compressed_tensors.kernels import int8_dot, int8_encode
 from qengine_dense.kernels import identity_decode, identity_encode
 from qengine_gptq.kernels import UNPACK as GPTQ_UNPACK
 from qengine_kernels.fp8.device import (
@@ -30,6 +31,8 @@ from qengine_kernels.fp8.device import (
 from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
 from qengine_kernels.launch import Chip
+from qengine_kernels.moe_gemm.config import plan_grouped
+from qengine_kernels.moe_gemm.kernel import grouped_gemm_kernel
 from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
 from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
 from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_rows_kernel
@@ -53,13 +56,14 @@ FUNCTIONS = {
 @dataclass
 class Variant:
     """One kernel with its constexprs; `types` give the element types of pointer arguments (by name) and the types of
-    scalars other than i32."""
+    scalars other than i32; `aligned` are scalars that are multiples of 16, beside the usual ones."""
 
     name: str
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
 
 
 def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -180,6 +184,52 @@ def fp8_native(chip: Chip, dtype: str, m: int, k: int, block: int) -> Iterator[V
         yield Variant(f"quantize_rows {width} static={static}", quantize_rows_kernel, types, rounding, options)
 
 
+STORED = {
+    "words": (8, 16, unpack_nibble, "i32", {"w_n": 1, "s_n": 1, "HAS_ZEROS": True, "HAS_SCALE_ROWS": False}),
+    "bytes": (1, 1, e4m3_decode_finite, "u8", {"w_k": 1, "s_k": 1, "HAS_ZEROS": False, "HAS_SCALE_ROWS": True}),
+    "floats": (1, 1, identity_decode, None, {"w_k": 1, "HAS_ZEROS": False, "HAS_SCALE_ROWS": False}),
+}
+"""What experts are stored in: slots, slice rows, device function, element type (None: that of x), constants."""
+
+
+def experts(
+    chip: Chip, dtype: str, stored: str, tokens: int, combine: bool, columns: bool = False
+) -> Iterator[Variant]:
+    """8 of 128 experts a token, [4096, 2048] each, scales by 128 inputs."""
+    slots, slice_rows, unpack, element, constants = STORED[stored]
+    element = element or dtype
+    plan = plan_grouped(chip, 8 * tokens, 8, 128, 4096, slots, ITEM[dtype], {"i32": 4}.get(element) or ITEM[element])
+    constants = constants | {
+        "UNPACK": unpack, "NATIVE": chip.sm >= 89, "SLOTS": slots, "SLICE": slice_rows, "ZERO": 0, "EXPERTS": 128,
+        "GROUPING": grouping(128, 2048, slice_rows, plan.block_w, slots), "HAS_SCALES": stored != "floats",
+        "HAS_COLUMNS": columns, "COMBINE": combine, "DOT": plan.dot,
+        "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_W": plan.block_w,
+    }  # fmt: skip
+    types = {"p_x": dtype, "p_out": dtype, "p_weight": element, "p_scales": "fp16" if slots > 1 else "fp32"}
+    types |= {"p_zeros": "u8", "p_scale_rows": "i32", "p_columns": "i32"}
+    types |= {"p_offsets": "i32", "p_order": "i64", "p_pair_weights": "fp32"}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    name = f"{'experts_dot' if plan.dot else 'experts_gemv'} {stored} t{tokens} {dtype} combine={combine}"
+    aligned = ("word_rows", "w_expert", "w_k", "w_n", "s_expert")
+    yield Variant(name, grouped_gemm_kernel, types, constants, options, aligned)
+
+
+def int8_activations(chip: Chip, dtype: str, m: int, k: int) -> Iterator[Variant]:
+    native = chip.sm >= 80
+    plan = plan_pair(chip, m, 4096, k, k, native)
+    constants = {"DOT": int8_dot, "NATIVE": native, "BLOCKED": False, "A_BLOCKED": False, "HAS_ROWS": False}
+    constants |= {"HAS_BIAS": True, "SPLIT": plan.splits > 1}
+    constants |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
+    types = {"p_a": "u8", "p_a_scales": "fp32", "p_codes": "u8", "p_scales": "fp32", "p_rows": "i32", "p_bias": dtype}
+    types["p_out"] = "fp32" if plan.splits > 1 else dtype
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    yield Variant(f"int8_pair m{m} k{k} {dtype}", pair_gemm_kernel, types, constants, options)
+    rounding, options = split_options(quantize_rows_config(k))
+    rounding |= {"ENCODE": int8_encode, "NATIVE": native, "STATIC": False}
+    types = {"p_x": dtype, "p_scale": "fp32", "p_codes": "u8", "p_scales": "fp32", "largest": "fp32"}
+    yield Variant(f"int8_rows {k} {dtype}", quantize_rows_kernel, types, rounding, options)
+
+
 def variants(chip: Chip) -> Iterator[Variant]:
     """What this chip would run: its dtypes, its routes, its tiles; awkward head sizes and groups among them."""
     half = "fp16" if chip.sm < 80 else "bf16"
@@ -212,8 +262,14 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from gemms(chip, half, 4, 576, 24, True, 1, bits=2)
     yield from gemms(chip, half, 1, 4096, 128, True, 16, bits=8)
     yield from gemms(chip, half, 1000, 4096, 32, False, 16, bits=8)
+    yield from int8_activations(chip, half, 16, 4096)
+    if chip.tensor_cores:  # elsewhere the library multiplies more rows
+        yield from int8_activations(chip, half, 64, 600)
     for m, k, block in ((1, 4096, 4096), (4, 576, 128), (1000, 4096, 128)):
         yield from fp8_weight_only(chip, half, m, k, block)
+    yield from experts(chip, half, "words", 1, False)
+    yield from experts(chip, half, "floats", 1, True)
+    yield from experts(chip, half, "bytes", 4, False)
     if native:
         for m, k, block in ((1, 4096, 128), (64, 576, 576), (1000, 4096, 128)):
             yield from fp8_native(chip, half, m, k, block)
@@ -222,6 +278,12 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from fp8_weight_only(chip, half, 200, 576, 576)
         if float32:
             yield from fp8_weight_only(chip, "fp32", 64, 4096, 128)
+        yield from experts(chip, half, "words", 32, False, columns=True)
+        yield from experts(chip, half, "words", 2000, True)
+        yield from experts(chip, half, "bytes", 2000, True)
+        yield from experts(chip, half, "floats", 2000, False)
+        if float32:
+            yield from experts(chip, "fp32", "floats", 2000, True)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)
@@ -242,7 +304,8 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = variant.types.get(name, "i32")
-            if name.endswith("stride") or name in ("n", "k", "block_elements", "k_offset", "v_offset"):
+            known = ("n", "k", "block_elements", "k_offset", "v_offset", *variant.aligned)
+            if name.endswith("stride") or name in known:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {(names.index(k),): v for k, v in variant.constants.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_reference import TOLERANCE, random_sequences, reference_logits, worst
 from load_model import load_folder, plan_folder
@@ -159,3 +159,23 @@ def test_dummy_weights(tmp_path: Path) -> None:
     (tmp_path / "awq" / "model.safetensors").unlink()
     engine = toy_engine(tmp_path / "awq", load_format="dummy")
     assert len(run(engine, [request("a", [1, 2, 3], max_tokens=4, ignore_eos=True)]).ids["a"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantised", [False, True])
+def test_grouped_experts_on_a_gpu(quantised: bool, tmp_path: Path) -> None:
+    """Every token takes all experts, so that rounding cannot pick others; prefill, then decodes."""
+    reference = make_awq_moe(tmp_path, "mixtral", tokenizer=True, num_experts_per_tok=4)
+    folder = tmp_path / ("awq" if quantised else "16-bit")
+    if not quantised:
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = [(7 * i) % 250 for i in range(40)]
+    engine = toy_engine(folder, device="cuda", dtype="float16")
+    out = run(engine, [request("a", prompt, max_tokens=12, ignore_eos=True, logprobs=1)])
+    ids = prompt + out.ids["a"]
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    for i, token in enumerate(out.ids["a"], len(prompt) - 1):
+        assert want[i].max() - want[i, token] < 0.05, "not (nearly) the reference's choice"
+    kernel = "Triton W4A16" if quantised else "float16 Triton"
+    assert any(f"Linear kernel: {kernel}, all experts at once" in line for line in engine.facts.report)

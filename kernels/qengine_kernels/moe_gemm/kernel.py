@@ -130,6 +130,8 @@ def grouped_gemm_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         b_acc = tl.zeros([BLOCK_M, BLOCK_W, BLOCK_N], tl.float32)
+    if SLOTS == 1:
+        word_rows = k  # the same number, of which the compiler knows more
     for i_word in tl.range(0, word_rows, BLOCK_W):
         o_word = i_word + tl.arange(0, BLOCK_W)
         w_mask = (o_word < word_rows)[:, None] & n_mask[None, :]
@@ -137,7 +139,9 @@ def grouped_gemm_kernel(
         o_first = _first_row(o_word, SLICE, SLOTS)
         for SLOT in tl.static_range(SLOTS):
             o_k = o_first + SLOT * SLICE
-            k_mask = (o_k < k) & (o_word < word_rows)
+            k_mask = o_k < k
+            if SLOTS > 1:
+                k_mask &= o_word < word_rows
             o_x_column = o_k
             if HAS_COLUMNS:
                 o_x_column = tl.load(p_columns + i_expert * k + o_k, mask=k_mask, other=0)
