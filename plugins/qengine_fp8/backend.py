@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from qengine.plugin import (
     Capability,
     DeviceInfo,
+    ExpertsOp,
     LinearOp,
     LinearScheme,
     LinearShard,
@@ -113,6 +115,18 @@ class Fp8Scheme(LinearScheme):
         inputs = [(len(p.codes), p.input_scale) for p in parts if p.input_scale is not None]
         native = False if self.weight_only else None
         return bind_cuda(weight, None if bias is None else bias.to(device), inputs, info, dtype, native)
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_fp8.kernels import Fp8CudaExperts, chip_of
+
+        alone = dataclasses.replace(self, weight_only=True)
+        return Fp8CudaExperts(
+            spec, count, chip_of(device, info), lambda shards: alone.bind(shards, device, info, dtype)
+        )
 
     def read(self, shards: Sequence[LinearShard], device: torch.device) -> list[Fp8Shard]:
         """Each shard's tensors, taken out of it. Raises ValueError naming all that cannot be used."""
