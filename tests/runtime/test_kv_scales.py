@@ -68,7 +68,7 @@ def test_every_spelling_of_a_pair(names: tuple[str, str], shape: tuple[int, ...]
     for i, layer in enumerate(LAYERS):
         scales = out.scales[layer]
         assert scales.k.tolist() == [0.25 + i] * HEADS and scales.v.tolist() == [0.5 + i] * HEADS
-        assert scales.source == "checkpoint" and scales.k.dtype is torch.float32
+        assert scales.source == f"checkpoint {k}, {v}" and scales.k.dtype is torch.float32
     # Wrong control: a name one letter off is not taken for a scale of this pair.
     odd = {f"{name}s": t for name, t in values.items()}
     assert found(odd).scales[LAYERS[0]].k.tolist() == [1.0] * HEADS
@@ -113,12 +113,68 @@ def test_partial_scales_are_refused() -> None:
         found({f"{layer}.k_scale": value(0.5) for layer in LAYERS})
 
 
-def test_two_spellings_must_agree() -> None:
-    values = {f"{layer}.{name}": value(0.5) for layer in LAYERS for name in ("kv_scale", "k_scale", "v_scale")}
-    assert found(values).scales[LAYERS[0]].k.tolist() == [0.5, 0.5]
-    values[f"{LAYERS[0]}.k_scale"] = value(0.75)
+# One spelling of K's scale for each rank, the highest first, and V's.
+RANKED = [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
+
+
+def both(pair: tuple[str, str], x: float) -> dict[str, torch.Tensor]:
+    return {f"{layer}.{leaf}": value(x) for layer in LAYERS for leaf in pair}
+
+
+@pytest.mark.parametrize("high, low", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_rank_decides_between_spellings(high: int, low: int, turned: bool) -> None:
+    """Whatever the order in the file; the report names what counts and what does not."""
+    parts = [both(RANKED[high], 0.5), both(RANKED[low], 0.75)]
+    out = found({k: v for part in (parts[::-1] if turned else parts) for k, v in part.items()})
+    assert out.scales[LAYERS[0]].k.tolist() == out.scales[LAYERS[0]].v.tolist() == [0.5, 0.5]
+    assert out.scales[LAYERS[0]].source == f"checkpoint {', '.join(RANKED[high])}"
+    k, v = (f"two KV scales for one thing: {a} counts, {b} says otherwise (2 tensors: "
+            for a, b in zip(RANKED[high], RANKED[low], strict=True))  # fmt: skip
+    assert len(out.warnings) == 2 and out.warnings[0].startswith(k) and out.warnings[1].startswith(v)
+    assert out.consumed == set(parts[0]) | set(parts[1])
+    # Control: equal values are no contradiction.
+    assert found(both(RANKED[high], 0.5) | both(RANKED[low], 0.5)).warnings == []
+
+
+def test_a_shared_scale_fills_what_has_none_of_its_own() -> None:
+    shared = {f"{layer}.kv_scale": value(0.75) for layer in LAYERS}
+    out = found(shared | {f"{layer}.k_scale": value(0.5) for layer in LAYERS})
+    assert out.scales[LAYERS[0]].k.tolist() == [0.5, 0.5] and out.scales[LAYERS[0]].v.tolist() == [0.75, 0.75]
+    assert out.scales[LAYERS[0]].source == "checkpoint k_scale, kv_scale" and "kv_scale says" in out.warnings[0]
+
+
+def test_a_value_that_does_not_count_need_not_be_usable() -> None:
+    out = found(both(RANKED[0], 0.5) | both(RANKED[2], float("nan")))
+    assert out.scales[LAYERS[0]].k.tolist() == [0.5, 0.5] and len(out.warnings) == 2
+    with pytest.raises(CheckpointError, match="no usable KV scale"):
+        found(both(RANKED[0], float("nan")) | both(RANKED[2], 0.5))
+
+
+def test_spellings_of_one_rank_must_agree() -> None:
+    values = both(RANKED[0], 0.5) | both(("attn.k_scale", "k_cache.scale"), 0.5)
+    assert found(values).warnings == []
+    values[f"{LAYERS[0]}.attn.k_scale"] = value(0.75)
     with pytest.raises(CheckpointError, match="scale the same thing differently"):
         found(values)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int", "dynamic": False}},
+        {"kv_cache_scheme": {"num_bits": 4, "type": "float"}},
+        {"quantization": {"kv_cache_quant_algo": "INT8"}},
+        {"quantization": {"kv_cache_quant_algo": "NVFP4"}},
+    ],
+)
+def test_scales_of_another_cache_are_refused(config: dict[str, object]) -> None:
+    values = both(RANKED[0], 0.5)
+    with pytest.raises(CheckpointError, match=r"made for another KV cache.*need: float 8.*--kv-dtype auto"):
+        found(values, **config)
+    resolve_kv_scales(Tensors(values), attention(), AutoKV(), config)
+    for fine in ({"quantization": {"kv_cache_quant_algo": "FP8"}}, {"kv_cache_scheme": "static"}):
+        assert found(values, **fine).scales[LAYERS[0]].k.tolist() == [0.5, 0.5]
 
 
 def test_odd_shapes_and_owners_are_refused() -> None:
@@ -137,6 +193,8 @@ def test_query_scales_are_noted_and_zero_points_checked() -> None:
     values[f"{LAYERS[0]}.k_zero_point"] = torch.ones(1).to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="k_zero_point is not zero"):
         found(values)
+    # A cache without scales needs no zero points either.
+    resolve_kv_scales(Tensors(values), attention(), AutoKV())
 
 
 def test_a_cache_without_scales_says_that_they_are_not_used() -> None:
@@ -146,7 +204,15 @@ def test_a_cache_without_scales_says_that_they_are_not_used() -> None:
     assert out.scales[LAYERS[0]].k.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("scheme", ["static", {"num_bits": 8, "dynamic": False}], ids=["autofp8", "compressed-tensors"])
-def test_promised_scales_that_are_not_there_are_a_warning(scheme: object) -> None:
-    assert "no KV scales" in found({}, kv_cache_scheme=scheme).warnings[0]
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kv_cache_scheme": "static"}, {"kv_cache_scheme": {"num_bits": 8, "dynamic": False}},
+        {"quantization": {"kv_cache_quant_algo": "FP8"}},
+    ],
+    ids=["autofp8", "compressed-tensors", "modelopt"],
+)  # fmt: skip
+def test_promised_scales_that_are_not_there_are_a_warning(config: dict[str, object]) -> None:
+    assert "no KV scales" in found({}, **config).warnings[0]
     assert not found({}, kv_cache_scheme=None).warnings
+    assert not found({}, kv_cache_scheme={"dynamic": True}).warnings
