@@ -3,17 +3,27 @@ for it and the device has units for it, weight-only elsewhere. The linears are `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from qengine.plugin import Capability, DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
+from qengine.plugin import (
+    Capability,
+    DeviceInfo,
+    ExpertsOp,
+    LinearOp,
+    LinearScheme,
+    LinearShard,
+    LinearSpec,
+    TensorNeed,
+)
 from qengine_compressed_tensors.integers import FLOATS
 from qengine_compressed_tensors.weight_only import ANY, bias_need, gpu_capability
 from qengine_kernels.cpu_linear import tuning
 from qengine_kernels.fp8_linear import Fp8CpuLinear, Fp8Shard, fp8_bytes, holds_nan, native_reason, stack_shards
+from qengine_kernels.w8a16_gemm import ByteWeight
 
 ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 
@@ -101,12 +111,23 @@ class Fp8Scheme(LinearScheme):
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
+        return self._bind(shards, device, info, dtype, lambda weight: weight)
+
+    def _bind(
+        self,
+        shards: Sequence[LinearShard],
+        device: torch.device,
+        info: DeviceInfo,
+        dtype: torch.dtype,
+        place: Callable[[ByteWeight], ByteWeight],
+    ) -> LinearOp:
+        """`place` takes the weight on its device and returns the one to keep."""
         parts = [self._shard(shard) for shard in shards]
         bias = torch.cat([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
         for shard in shards:
             shard.tensors.clear()
         outs = [shard.spec.out_features for shard in shards]
-        weight = stack_shards(parts, self.stored.block, device)
+        weight = place(stack_shards(parts, self.stored.block, device))
         if device.type == "cpu":
             return Fp8Op(Fp8CpuLinear(weight, bias, dtype, tuning().dense))
         from qengine_compressed_tensors.kernels import chip_of
@@ -119,6 +140,19 @@ class Fp8Scheme(LinearScheme):
                 input_scales=scales or None, native=None if self.stored.rounded else False,
             )
         )  # fmt: skip
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_compressed_tensors.experts import Fp8CudaExperts
+        from qengine_compressed_tensors.kernels import chip_of
+
+        def bind_one(shards: Sequence[LinearShard], place: Callable[[ByteWeight], ByteWeight]) -> LinearOp:
+            return self._bind(shards, device, info, dtype, place)
+
+        return Fp8CudaExperts(spec, count, chip_of(device, info), bind_one)
 
     def _shard(self, shard: LinearShard) -> Fp8Shard:
         """Checked parts of one module; consumes its tensors but for the bias."""

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from qengine.plugin import Capability, DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
+from qengine.plugin import (
+    Capability,
+    DeviceInfo,
+    ExpertsOp,
+    LinearOp,
+    LinearScheme,
+    LinearShard,
+    LinearSpec,
+    TensorNeed,
+)
 from qengine_compressed_tensors.integers import FLOATS, IntFormat
 from qengine_compressed_tensors.weight_only import ANY, bias_need, gpu_capability
 
@@ -119,7 +128,7 @@ class Int8Scheme(LinearScheme):
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
         biases = [shard.tensors.pop("bias") for shard in shards] if shards[0].spec.bias else []
-        x_scale = self._input_scale(shards)
+        x_scale, notes = self._input_scale(shards)
         codes, scales = [], []
         for shard in shards:
             part = self.stored.decode(shard.spec, shard.tensors, device)
@@ -128,21 +137,40 @@ class Int8Scheme(LinearScheme):
             scales.append(part.scales[:, 0].to(torch.float32))
         weight = codes[0] if len(codes) == 1 else torch.cat(codes)
         bias = torch.cat(biases).to(device) if biases else None
+        op: LinearOp
         if device.type == "cpu":
-            return Int8CpuOp(weight, torch.cat(scales), bias, x_scale, dtype)
-        from qengine_compressed_tensors.kernels import Int8CudaLinear
+            op = Int8CpuOp(weight, torch.cat(scales), bias, x_scale, dtype)
+        else:
+            from qengine_compressed_tensors.kernels import Int8CudaLinear
 
-        return Int8CudaLinear(weight, torch.cat(scales), bias, x_scale, dtype, info)
+            op = Int8CudaLinear(weight, torch.cat(scales), bias, x_scale, dtype, info)
+        op.notes = notes
+        return op
 
-    def _input_scale(self, shards: Sequence[LinearShard]) -> float | None:
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_compressed_tensors.experts import Int8CudaExperts
+        from qengine_compressed_tensors.kernels import chip_of
+
+        def bind_one(shards: Sequence[LinearShard]) -> LinearOp:
+            return self.bind(shards, device, info, dtype)
+
+        return Int8CudaExperts(spec, count, chip_of(device, info), bind_one)
+
+    def _input_scale(self, shards: Sequence[LinearShard]) -> tuple[float | None, list[tuple[str, str]]]:
         """Fused shards see the same activations; the largest of their scales clips none of them."""
         for shard in shards:
             zero = shard.tensors.pop("input_zero_point", None)
             if zero is not None and bool(zero.to(torch.float32).count_nonzero()):
                 raise ValueError(f"{shard.spec.name}.input_zero_point is not zero; need: symmetric activations")
         if self.input_scale is None:
-            return None
-        return max(positive(shard) for shard in shards)
+            return None, []
+        found = [positive(shard) for shard in shards]
+        note = "input_scale differs among fused modules, which share their input: the largest counts"
+        return max(found), [(shards[0].spec.name, note)] if len(set(found)) > 1 else []
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.stored.dequantize(spec, tensors)

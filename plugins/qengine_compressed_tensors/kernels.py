@@ -56,6 +56,12 @@ def int8_dot(a, w, NATIVE: tl.constexpr):
         return tl.dot(b_a.to(tl.float16), b_w.to(tl.float16))
 
 
+@triton.jit
+def int8_decode(codes, NATIVE: tl.constexpr):
+    """uint8 blocks of int8 codes -> their values, float16."""
+    return codes.to(tl.int8, bitcast=True).to(tl.float16)
+
+
 UNPACK: dict[int, Any] = {2: unpack_pair, 4: unpack_nibble, 8: unpack_byte}
 
 
@@ -105,12 +111,11 @@ class IntCudaLinear(LinearOp):
         self.bias = None if bias is None else bias.to(dtype)
         self.unpack = UNPACK[held]
         self.chip = chip_of(weight.codes.device, info)
-        self.kernel = f"Triton W{held}A16, dequantise + cuBLAS above some hundred rows"
+        self.kind = f"Triton W{held}A16" + ("" if held == bits else f" ({bits}-bit codes are held in {held} bits)")
+        rows = "some hundred rows"
         if not self.chip.tensor_cores:
-            why = f"sm_{self.chip.sm}: tl.dot is plain FMA"
-            self.kernel = f"Triton W{held}A16, dequantise + cuBLAS above 16 rows ({why})"
-        if held != bits:
-            self.kernel += f"; {bits}-bit codes are held in {held} bits"
+            rows = f"16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)"
+        self.kernel = f"{self.kind}, dequantise + cuBLAS above {rows}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.order is not None:

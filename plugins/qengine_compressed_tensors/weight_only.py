@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from qengine.plugin import Capability, DeviceInfo, LinearOp, LinearScheme, LinearShard, LinearSpec, TensorNeed
+from qengine.plugin import (
+    Capability,
+    DeviceInfo,
+    ExpertsOp,
+    LinearOp,
+    LinearScheme,
+    LinearShard,
+    LinearSpec,
+    TensorNeed,
+)
 from qengine_compressed_tensors.integers import FLOATS, Codes, IntFormat, joined, same_order
 from qengine_kernels.cpu_linear import (
     DenseCpuLinear,
@@ -138,6 +147,19 @@ class WeightOnlyInt(LinearScheme):
         weight = joined(parts)
         parts.clear()
         return self._op(weight, bias, device, info, dtype)
+
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp | None:
+        if device.type == "cpu" or spec.bias:
+            return None
+        from qengine_compressed_tensors.experts import PackedCudaExperts
+        from qengine_compressed_tensors.kernels import chip_of
+
+        def bind_one(shards: Sequence[LinearShard]) -> LinearOp:
+            return self.bind(shards, device, info, dtype)
+
+        return PackedCudaExperts(spec, count, self.stored.reordered, chip_of(device, info), bind_one)
 
     def _op(
         self, w: Codes, bias: torch.Tensor | None, device: torch.device, info: DeviceInfo, dtype: torch.dtype
