@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from checkpoint_logits import meets_reference
 from fp8_models import IDS, KINDS, make
@@ -41,6 +43,20 @@ def test_meets_its_meaning(kind: str, tmp_path: Path) -> None:
         return (1 / value.float()).to(value.dtype)
 
     assert meets_reference(logits(folder, inverted), want) is not None, "the inverted scale passes"
+
+
+@pytest.mark.parametrize("kind", ["block", "block-ue8m0", "transformers-static"])
+def test_transformers_reads_the_same(kind: str, tmp_path: Path) -> None:
+    """Whole blocks only: it derives the block size from the grid. It is told to dequantise, as it does without a GPU."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+    folder, _ = make(tmp_path, kind, **sizes)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["dequantize"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        want = theirs(torch.tensor([IDS])).logits[0]
+    assert meets_reference(logits(folder), want, 0.9999) is None
 
 
 def test_block_size_from_the_grid_misses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
