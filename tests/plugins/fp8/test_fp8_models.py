@@ -47,7 +47,7 @@ def test_meets_its_meaning(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["block", "block-ue8m0", "transformers-static"])
 def test_transformers_reads_the_same(kind: str, tmp_path: Path) -> None:
-    """Whole blocks only: it derives the block size from the grid. It is told to dequantise, as it does without a GPU."""
+    """Whole blocks only: it derives the block size from the grid. Told to dequantise, as it does without a GPU."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
     folder, _ = make(tmp_path, kind, **sizes)
     config = json.loads((folder / "config.json").read_text())
