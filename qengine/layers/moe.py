@@ -117,6 +117,7 @@ class SparseMoE:
             ExpertLinear(ctx, self.gate_up, [f"{expert}.{names.gate}", f"{expert}.{names.up}"], h, [i, i])
             ExpertLinear(ctx, self.down, [f"{expert}.{names.down}"], i, [h])
         self.activation = GatedActivation(spec.activation)
+        self._numbers: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -141,8 +142,9 @@ class SparseMoE:
         if self.spec.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         ids, order = experts.flatten().sort(stable=True)
-        bounds = torch.arange(self.spec.num_experts + 1, device=ids.device)
-        offsets = torch.searchsorted(ids, bounds, out_int32=True)
+        if self._numbers is None:
+            self._numbers = torch.arange(self.spec.num_experts + 1, device=ids.device)
+        offsets = torch.searchsorted(ids, self._numbers, out_int32=True)
         return ExpertPairs(order, offsets, weights.flatten(), self.spec.top_k)
 
     def one_by_one(self, x: torch.Tensor, pairs: ExpertPairs) -> torch.Tensor:

@@ -198,7 +198,8 @@ def experts(
     """8 of 128 experts a token, [4096, 2048] each, scales by 128 inputs."""
     slots, slice_rows, unpack, element, constants = STORED[stored]
     element = element or dtype
-    plan = plan_grouped(chip, 8 * tokens, 8, 128, 4096, slots, ITEM[dtype], {"i32": 4}.get(element) or ITEM[element])
+    sizes = (slots, ITEM[dtype], {"i32": 4}.get(element) or ITEM[element], 128 if stored == "bytes" else None)
+    plan = plan_grouped(chip, 8 * tokens, 8, 128, 4096, *sizes)
     constants = constants | {
         "UNPACK": unpack, "NATIVE": chip.sm >= 89, "SLOTS": slots, "SLICE": slice_rows, "ZERO": 0, "EXPERTS": 128,
         "GROUPING": grouping(128, 2048, slice_rows, plan.block_w, slots), "HAS_SCALES": stored != "floats",

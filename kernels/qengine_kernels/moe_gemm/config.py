@@ -41,11 +41,26 @@ def row_tiles(pairs: int, experts: int, block_m: int) -> int:
     return (pairs - busy) // block_m + busy
 
 
+def within_group(block_w: int, group_size: int | None) -> int:
+    """A tile of at most `block_w` inputs that lies within one group of scales, where that is not too small a tile."""
+    least = 32
+    aligned = block_w if group_size is None else group_size & -group_size
+    return min(block_w, aligned) if aligned >= least else block_w
+
+
 def plan_grouped(
-    chip: Chip, pairs: int, top_k: int, experts: int, n: int, slots: int, itemsize: int, stored: int
+    chip: Chip,
+    pairs: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    slots: int,
+    itemsize: int,
+    stored: int,
+    group_size: int | None = None,
 ) -> GroupedPlan:
     """The launch for `pairs` rows. `itemsize` is the bytes of an element of x, `stored` those of one of the weight,
-    which holds `slots` values."""
+    which holds `slots` values; `group_size` inputs share a scale (None: all do, or there are none)."""
     tokens = pairs // top_k  # an expert gets each token once at most
     if tokens <= FEW_TOKENS or not chip.tensor_cores:
         block_m = min(power_of_2(tokens), FEW_TOKENS)
@@ -54,11 +69,11 @@ def plan_grouped(
             while block_n > 32 and ceil_div(n, block_n) * row_tiles(pairs, experts, block_m) < 2 * chip.multiprocessors:
                 block_n //= 2
             return GroupedPlan(False, block_m, block_n, 16, 4, 2)
-        return GroupedPlan(False, block_m, 16, 256 // block_m, 4, 2)
+        return GroupedPlan(False, block_m, 16, within_group(256 // block_m, group_size), 4, 2)
     mean = ceil_div(pairs, min(experts, pairs))
     block_m = min(power_of_2(mean, least=16), 64)
     block_n, warps = (128, 8) if block_m == 64 else (64, 4)
-    block_w = 16 if slots > 1 else (32 if itemsize == 4 else 64)
+    block_w = 16 if slots > 1 else within_group(32 if itemsize == 4 else 64, group_size)
     tile = (block_m, block_n, block_w)
     choices = (4, 3, 2, 1) if slots == 1 else (3, 2, 1)
     stages = next(s for s in choices if shared_bytes(*tile, s, slots, itemsize, stored) <= chip.shared_memory)

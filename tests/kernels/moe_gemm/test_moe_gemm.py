@@ -187,12 +187,15 @@ def test_tiles_suffice_for_every_split_of_the_pairs() -> None:
 def test_plans() -> None:
     hopper, turing = Chip.known(90, 132), Chip.known(75, 40)
 
-    def plan(chip: Chip, tokens: int, slots: int = 8) -> GroupedPlan:
-        return plan_grouped(chip, tokens * 8, 8, 128, 1536, slots, 2, 4 if slots == 8 else 2)
+    def plan(chip: Chip, tokens: int, slots: int = 8, group: int | None = None) -> GroupedPlan:
+        return plan_grouped(chip, tokens * 8, 8, 128, 1536, slots, 2, 4 if slots == 8 else 2, group)
 
     assert [plan(hopper, t).dot for t in (1, 4, 5, 4000)] == [False, False, True, True]
     assert not any(plan(turing, t, s).dot for t in (1, 64, 4000) for s in (1, 8))
     assert [plan(hopper, t).block_m for t in (1, 3, 16, 1000, 4000)] == [1, 4, 16, 64, 64]
+    # of single elements a tile lies within one group of scales, unless that would be a sliver
+    assert [plan(hopper, 1, 1, g).block_w for g in (None, 128, 96, 40)] == [256, 128, 32, 256]
+    assert [plan(hopper, 100, 1, g).block_w for g in (None, 128, 32)] == [64, 64, 32]
     assert most_pairs(hopper, 128) == 128 * 256 and most_pairs(turing, 8) == 128
 
 
