@@ -27,7 +27,7 @@ from qengine_compressed_tensors.headers import (
 from qengine_compressed_tensors.int8 import Int8Scheme
 from qengine_compressed_tensors.integers import IntFormat
 from qengine_compressed_tensors.layout import Packing
-from qengine_compressed_tensors.targets import is_ignored, matching_groups
+from qengine_compressed_tensors.targets import is_ignored, matching_groups, names_module
 from qengine_compressed_tensors.weight_only import WeightOnlyInt
 
 log = logging.getLogger("qengine.compressed_tensors")
@@ -59,9 +59,7 @@ class CompressedTensorsQuant(WeightQuant):
         kind = stored_kind(tensors)
         matched = matching_groups(spec.name, self.config.groups)
         if kind is None and not ("weight" not in tensors and is_marked(tensors)):
-            if matched and "weight" in tensors and not is_ignored(spec.name, self.config.ignore):
-                log.warning("%s is a target of %s, but the file holds it dense: the file counts",
-                            spec.name, matched[0].name)  # fmt: skip
+            self._warn_if_named(spec.name, tensors)
             return None
         notes: list[str] = []
         if is_ignored(spec.name, self.config.ignore):
@@ -73,6 +71,14 @@ class CompressedTensorsQuant(WeightQuant):
             have = ", ".join(sorted(tensors))
             raise ValueError(f"the file holds it quantised ({have}), but the config has no config_groups for it")
         return self._first_that_fits(matched, kind, spec, tensors, notes)
+
+    def _warn_if_named(self, module: str, tensors: Mapping[str, TensorInfo]) -> None:
+        """A dense module that a target names. Class names say little: a tied head is an embedding, for one."""
+        if "weight" not in tensors or is_ignored(module, self.config.ignore):
+            return
+        named = next((g.name for g in self.config.groups if any(names_module(t, module) for t in g.targets)), None)
+        if named is not None:
+            log.warning("%s is a target of %s, but the file holds it dense: the file counts", module, named)
 
     def _first_that_fits(
         self,

@@ -106,7 +106,9 @@ def test_whether_a_module_is_quantised_is_what_the_file_holds(caplog: pytest.Log
     untargeted = scheme(quant_config(w4(["re:.*mlp.*"])), packed())
     assert isinstance(untargeted, WeightOnlyInt) and "no target" in untargeted.notes[0]
     with caplog.at_level(logging.WARNING):
-        assert scheme(quant_config(w4()), {"weight": torch.randn(N, K)}) is None
+        assert scheme(quant_config(w4()), {"weight": torch.randn(N, K)}, "model.embed_tokens") is None
+        assert not caplog.text, "a tied head is an embedding, whatever the targets say of class Linear"
+        assert scheme(quant_config(w4(["re:.*q_proj"])), {"weight": torch.randn(N, K)}) is None
     assert Q in caplog.text and "dense" in caplog.text
     assert scheme(quant_config(w4()), {}) is None, "a tied head has no tensors"
     for config in (None, quant_config()):
