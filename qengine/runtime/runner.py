@@ -56,20 +56,29 @@ class Runner:
         self.prompt_logprobs.pop(request_id, None)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> StepResult:
+    def forward(self, step: Step) -> tuple[StepInputs, torch.Tensor]:
+        """The step's block operations and its forward pass: inputs, and hidden states [num_tokens, hidden_size]."""
         self.cache.zero_blocks(step.zero_blocks)
         self.cache.copy_blocks(step.copy_blocks)
         inputs = self.inputs.build(step)
         if self.threads is not None:
             torch.set_num_threads(self.threads.for_tokens(inputs.batch.num_tokens))
-        hidden = self.model.forward(inputs.token_ids, inputs.batch)
+        return inputs, self.model.forward(inputs.token_ids, inputs.batch)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [R, vocab_size] of hidden states [R, hidden_size]."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads.for_rows(len(hidden)))
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        inputs, hidden = self.forward(step)
         result = StepResult()
         self._prompt_logprobs(step, inputs, hidden, result)
         if inputs.sampling:
-            if self.threads is not None:
-                torch.set_num_threads(self.threads.for_rows(len(inputs.sampling)))
-            logits = self.model.logits(hidden[inputs.sample_rows])
-            self._sample(logits, inputs.sampling, result)
+            self._sample(self.logits(hidden[inputs.sample_rows]), inputs.sampling, result)
         return result
 
     def _sample(self, logits: torch.Tensor, requests: list[Request], result: StepResult) -> None:
