@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from qengine.layers.activation import GatedActivation
+from qengine.layers.feeds import Feed
 from qengine.layers.linear import Linear, take_shards, whole
 from qengine.layers.module import ModelContext
 from qengine.plugin import ExpertPairs, ExpertsOp, LinearScheme
@@ -94,6 +95,10 @@ class ExpertGroup:
             self._made.append(self._bind())
         return self._made[0]
 
+    def run_apart(self) -> None:
+        """Never group: each expert's own linear runs, so that what it reads can be looked at. Before `load`."""
+        self._made = [None]
+
     def _bind(self) -> ExpertsOp | None:
         first = self.leaves[0]
         scheme = first.schemes[0]
@@ -134,6 +139,14 @@ class SparseMoE:
         else:
             y = down(self.activation(up(x, pairs, False)), pairs, True)
         return y.view(x.shape[0], -1, self.spec.hidden_size).sum(1).to(self.dtype)
+
+    def inputs(self) -> list[Linear]:
+        """The router, which sees every token, and the first linears of all experts."""
+        return [self.router, *self.gate_up.leaves]
+
+    def feeds(self) -> list[Feed]:
+        rows = self.spec.intermediate_size + torch.arange(self.spec.intermediate_size)
+        return [Feed([down], up, rows) for up, down in zip(self.gate_up.leaves, self.down.leaves, strict=True)]
 
     def route(self, scores: torch.Tensor) -> ExpertPairs:
         """scores float32 [T, num_experts] -> the pairs. Probabilities over all experts first, then the best of them, as

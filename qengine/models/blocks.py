@@ -16,6 +16,7 @@ from qengine.layers.activation import GatedActivation
 from qengine.layers.attention import Attention
 from qengine.layers.batch import Batch
 from qengine.layers.embedding import Embedding
+from qengine.layers.feeds import Feed
 from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
 from qengine.layers.norm import HeadNorm, RMSNorm
@@ -38,6 +39,14 @@ class FeedForward(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
+        ...
+
+    def inputs(self) -> list[Linear]:
+        """The linears that read x, the first of them for every token."""
+        ...
+
+    def feeds(self) -> list[Feed]:
+        """The vectors inside that linears read."""
         ...
 
 
@@ -95,6 +104,13 @@ class SelfAttention:
         q, k = self.rotary(qk, self.num_heads, angles[self.rotary])
         return self.output(self.attention(q, k, v, batch))
 
+    def feeds(self) -> list[Feed]:
+        """Attention averages values: a channel of the output projection's input comes from one row of the values."""
+        spec = self.attention.spec
+        heads = torch.arange(spec.num_heads) // spec.group
+        rows = (self.rotated + heads)[:, None] * self.head_dim + torch.arange(self.head_dim)
+        return [Feed([self.output], self.qkv, rows.flatten())]
+
 
 class GatedMLP:
     """down(activation(gate(x)) * up(x))."""
@@ -111,6 +127,13 @@ class GatedMLP:
         """x [T, hidden_size] -> [T, hidden_size]."""
         return self.down(self.activation(self.gate_up(x)))
 
+    def inputs(self) -> list[Linear]:
+        return [self.gate_up]
+
+    def feeds(self) -> list[Feed]:
+        """The product with `up` is linear in it; the activation of `gate` is not."""
+        return [Feed([self.down], self.gate_up, self.width + torch.arange(self.width))]
+
 
 class DecoderLayer:
     """Attention and feed-forward on the residual stream. The sum before each norm is done by the norm itself."""
@@ -119,6 +142,7 @@ class DecoderLayer:
         def norm(leaf: str) -> RMSNorm:
             return RMSNorm(ctx, f"{name}.{leaf}", shape.hidden_size, shape.norm_eps, rules.norm_offset)
 
+        first = len(ctx.leaves)
         self.input_norm = norm("input_layernorm")
         self.attention = SelfAttention(ctx, f"{name}.self_attn", shape, rules, rotary)
         self.after_attention = norm("post_attention_layernorm") if rules.post_norms else None
@@ -129,6 +153,17 @@ class DecoderLayer:
         else:
             self.mlp = rules.feed_forward(ctx, name)
         self.after_mlp = norm("post_feedforward_layernorm") if rules.post_norms else None
+        self.leaves = ctx.leaves[first:]
+
+    def feeds(self) -> list[Feed]:
+        """Every vector that this layer's linears read; producers after the feeds of their own inputs."""
+        attention, mlp = self.attention, self.mlp
+        return [
+            Feed([attention.qkv], self.input_norm),
+            *attention.feeds(),
+            Feed(mlp.inputs(), self.feed_forward_norm),
+            *mlp.feeds(),
+        ]
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, angles: dict[Rotary, RopeAngles], batch: Batch

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qengine.layers.feeds import Feed
 from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
 from qengine.layers.moe import ExpertNames, MoESpec, SparseMoE
@@ -42,6 +43,12 @@ class SharedExpertMoE:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
         return self.experts(x).addcmul_(self.gate(x).sigmoid(), self.shared(x))
+
+    def inputs(self) -> list[Linear]:
+        return [*self.experts.inputs(), *self.shared.inputs(), self.gate]
+
+    def feeds(self) -> list[Feed]:
+        return [*self.experts.feeds(), *self.shared.feeds()]
 
 
 def feed_forward(config: Any, shape: DecoderShape) -> Callable[[ModelContext, str], SharedExpertMoE]:

@@ -7,6 +7,7 @@ first use, so that listing plugins doesn't pay for torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qengine.plugin.calibrator import CalibratedQuantizer, InputStats, tie
     from qengine.plugin.device import Capability, DeviceInfo
     from qengine.plugin.experts import ExpertPairs, ExpertsOp
     from qengine.plugin.kv import (
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTRACT_VERSION",
     "AttentionSpec",
+    "CalibratedQuantizer",
     "Capability",
     "DeviceInfo",
     "ExpertPairs",
     "ExpertsOp",
+    "InputStats",
     "KVDtype",
     "KVFunctions",
     "KVLayout",
@@ -47,9 +50,11 @@ __all__ = [
     "TensorInfo",
     "TensorNeed",
     "WeightQuant",
+    "tie",
 ]
 
 _MODULES = {
+    **dict.fromkeys(("CalibratedQuantizer", "InputStats", "tie"), "calibrator"),
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
     **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"),
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
