@@ -71,9 +71,11 @@ class EngineConfig:
     )
     load_format: str = option(
         "auto",
-        "Where weights come from: safetensors files, or random ones (dummy)",
+        "Where weights come from. auto: safetensors files, else pickled ones (.bin, .pt), which are converted once to "
+        "safetensors in the cache; pt, npcache (that cache under another name): pickled ones even beside safetensors; "
+        "dummy: random ones",
         group=MODEL,
-        choices=("auto", "safetensors", "dummy"),
+        choices=("auto", "safetensors", "pt", "npcache", "dummy"),
     )
     seed: int = option(0, "Seed of requests that bring none, and of dummy weights", group=RUN)
     device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))

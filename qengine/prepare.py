@@ -17,13 +17,15 @@ Say = Callable[[str], None]
 def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     """Return the config with `model` (and `tokenizer`) set to local folders.
 
-    Without a model, the demo model is fetched and converted once. A 16-bit checkpoint with a `quantization` whose
+    Without a model, the demo model is fetched and converted once. Pickled weights get a safetensors copy in the user's
+    cache, made once. A 16-bit checkpoint with a `quantization` whose
     plugin can make its format gets a quantised copy in the user's cache, made once; one whose plugin converts while it
     loads stays as it is.
     """
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder
     from qengine.runtime.hub import resolve_folder
+    from qengine.runtime.pickled import with_safetensors
 
     # First, so that a name that cannot work costs no download.
     if config.quantization is not None:
@@ -32,9 +34,11 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     if config.model is None:
         folder = demo_folder(say)
     else:
-        folder = resolve_folder(config.model, revision=config.revision, say=say)
+        pickled = config.load_format in ("pt", "npcache")
+        folder = resolve_folder(config.model, revision=config.revision, pickled=pickled, say=say)
     tokenizer = resolve_folder(config.tokenizer, say=say) if config.tokenizer else folder
     if config.load_format != "dummy":
+        folder = with_safetensors(folder, config.load_format, say)
         folder = _quantised_copy(folder, config.quantization, say)
     return dataclasses.replace(config, model=str(folder), tokenizer=str(tokenizer))
 

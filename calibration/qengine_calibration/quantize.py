@@ -25,7 +25,7 @@ from qengine.layers.module import ModelContext
 from qengine.models.registry import build_model
 from qengine.plugin import DeviceInfo, LinearSpec, Quantizer
 from qengine.plugin.discovery import load_plugin
-from qengine.runtime.cache_dir import building, cache_root
+from qengine.runtime.cache_dir import building, cache_root, short_name
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
 from qengine.runtime.model_config import load_config
@@ -68,7 +68,7 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None) -> Pa
     group = group_size(list(specs.values()))
     quantizer = plugin.quantizer(group_size=group)
     assert quantizer is not None
-    target = cache_root() / "quantised" / f"{_short_name(folder)}-{method}-g{group}-{fingerprint(checkpoint)}"
+    target = cache_root() / "quantised" / f"{short_name(folder)}-{method}-g{group}-{fingerprint(checkpoint)}"
     if target.is_dir():
         say(f"using the {method} copy made before: {target}")
         return target
@@ -192,9 +192,3 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         stat = (checkpoint.folder / file).stat()
         digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:12]
-
-
-def _short_name(folder: Path) -> str:
-    """The folder's name; for a hub snapshot, whose folder is named by a commit, the repository's."""
-    name = folder.parents[1].name if folder.parent.name == "snapshots" else folder.resolve().name
-    return name.removeprefix("models--").replace("--", "_")

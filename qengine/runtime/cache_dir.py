@@ -24,6 +24,13 @@ def cache_root() -> Path:
     return Path(named).expanduser().resolve() if named else platformdirs.user_cache_path("qengine")
 
 
+def short_name(folder: Path) -> str:
+    """A name for what is made from `folder`: its own; for a hub snapshot, whose folder is named by a commit, the
+    repository's."""
+    name = folder.parents[1].name if folder.parent.name == "snapshots" else folder.resolve().name
+    return name.removeprefix("models--").replace("--", "_")
+
+
 @contextmanager
 def building(target: Path, *, wait: float = 1800.0) -> Iterator[Path | None]:
     """Hold the lock on `target` and yield an empty folder beside it that becomes `target` when the block ends well.

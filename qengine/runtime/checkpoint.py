@@ -1,13 +1,10 @@
 """A model folder before any data is read: which files count, which tensors they hold, what config.json says.
 
-Nothing is globbed together: the index decides, or one file. Files that lie beside and do not count are named in the
-notes. This module knows no weight format.
+Files that lie beside and do not count are named in the notes. This module knows no weight format.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +14,11 @@ import torch
 
 from qengine.errors import CheckpointError
 from qengine.plugin import TensorInfo
+from qengine.runtime.accounting import first_names
 from qengine.runtime.quant_config import QuantConfig, find_quant_config
 from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor, tensor_bytes
+from qengine.runtime.weight_files import PICKLED, SAFETENSORS, UNFINISHED, balance_index, read_json, weight_files
 
-INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-UNFINISHED = "this looks like an unfinished download; fetch the model again"
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -31,8 +26,9 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 class Checkpoint:
     """An opened model folder.
 
-    `tensors` lists what the counting files hold, by name; `notes` are lines for the start-up report; `raw_config` is
-    config.json as written; `quant` is the quantisation config, wherever it was found, or None.
+    `tensors` lists what the counting files hold, by name; `notes` are lines for the start-up report, those about files
+    and tensors that do not count also in `stale`; `raw_config` is config.json as written; `quant` is the quantisation
+    config, wherever it was found, or None.
     """
 
     folder: Path
@@ -40,31 +36,35 @@ class Checkpoint:
     quant: QuantConfig | None
     tensors: dict[str, TensorInfo]
     notes: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
     _home: dict[str, FileHeader] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
         """Read config.json and the headers of the weight files.
 
-        Raises CheckpointError when the folder is no model folder, holds only pickled weights, lacks shards, or when
-        index, headers and file sizes disagree; the message lists the missing names.
+        Raises CheckpointError when the folder is no model folder, holds only pickled weights (see
+        `qengine.runtime.pickled`), lacks shards, or when index, headers and file sizes disagree; the message lists the
+        missing names.
         """
         folder = Path(folder)
         raw = read_config(folder)
         quant, notes = find_quant_config(folder, raw)
-        files, listed, more = _weight_files(folder)
-        headers = [read_header(path) for path in files]
-        home: dict[str, FileHeader] = {}
-        for header in headers:
-            for name in header.tensors:
-                if name in home:
-                    raise CheckpointError(f"tensor {name} is in {home[name].path.name} and in {header.path.name}")
-                home[name] = header
-        if listed is not None:
-            home, stray = _balance_index(listed, headers, home)
-            more += stray
+        found = weight_files(folder, SAFETENSORS)
+        if found is None:
+            raise _no_weights(folder)
+        headers = [read_header(path) for path in found.files]
+        stale = [*found.stray, *_pickles(folder)]
+        if found.listed is not None:
+            by_file = {header.path.name: header for header in headers}
+            stray = balance_index(found.listed, {file: header.tensors for file, header in by_file.items()})
+            home = {name: by_file[file] for name, file in found.listed.items()}
+            if stray:
+                stale.append(f"{len(stray)} tensor(s) lie elsewhere than the index says, ignored: {first_names(stray)}")
+        else:
+            home = _homes(headers)
         tensors = {name: header.tensors[name] for name, header in home.items()}
-        return cls(folder, raw, quant, tensors, [*notes, *more], home)
+        return cls(folder, raw, quant, tensors, [*notes, *stale], stale, home)
 
     @classmethod
     def config_only(cls, folder: str | Path) -> Checkpoint:
@@ -138,112 +138,37 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no config.json", have=", ".join(found) or "an empty folder",
             hint="a Hugging Face model folder",
         )
-    return _read_json(path)
+    return read_json(path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path.name} cannot be read: {e}", hint=UNFINISHED) from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object")
-    return value
+def _homes(headers: Sequence[FileHeader]) -> dict[str, FileHeader]:
+    home: dict[str, FileHeader] = {}
+    twice: list[str] = []
+    for header in headers:
+        for name in header.tensors:
+            if name in home:
+                twice.append(f"{name} (in {home[name].path.name} and in {header.path.name})")
+            home[name] = header
+    if twice:
+        raise CheckpointError(f"{len(twice)} tensor(s) are there twice and no index chooses: {first_names(twice)}")
+    return home
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None, list[str]]:
-    """(files that count, the index's weight map or None, notes about files that do not count)."""
-    found = sorted(p.name for p in folder.glob("*.safetensors"))
-    index = _index_file(folder)
-    if index is not None:
-        listed = _read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(f"{index.name} has no weight_map", hint=UNFINISHED)
-        files = sorted(set(listed.values()))
-        gone = [file for file in files if not (folder / file).is_file() or Path(file).name != file]
-        if gone:
-            names = [name for name, file in listed.items() if file in gone]
-            raise CheckpointError(
-                f"{index.name} names {len(gone)} file(s) that are not there: {_first(gone)}; "
-                f"missing tensors: {_first(names)}",
-                hint=UNFINISHED,
-            )
-        why = f"{index.name} does not list it"
-    else:
-        files, listed, why = _without_index(folder, found), None, "the weights are in {files}"
-    why = why.format(files=_first(files))
-    stray = [f"{name} is ignored: {why}" for name in found if name not in files]
-    stray += [
-        f"{p.name} is ignored: pickled weights are never loaded"
-        for p in sorted(folder.iterdir()) if p.suffix in PICKLES and p.name != "training_args.bin"
-    ]
-    return [folder / name for name in files], listed, stray
-
-
-def _index_file(folder: Path) -> Path | None:
-    if (folder / INDEX).is_file():
-        return folder / INDEX
-    others = sorted(folder.glob("*.safetensors.index.json"))
-    if len(others) > 1:
-        raise CheckpointError("more than one weight index", have=_first([p.name for p in others]), need=INDEX)
-    return others[0] if others else None
-
-
-def _without_index(folder: Path, found: list[str]) -> list[str]:
-    """The files that count when there is no index: model.safetensors, AutoGPTQ's gptq_model-*.safetensors, complete
-    numbered shards, or the only file there is."""
-    if "model.safetensors" in found:
-        return ["model.safetensors"]
-    if not found:
-        raise _no_weights(folder)
-    shards: dict[tuple[str, int], list[str]] = {}
-    for name in found:
-        if m := SHARD.fullmatch(name):
-            shards.setdefault((m["stem"], int(m["n"])), []).append(name)
-    single = [name for name in found if not SHARD.fullmatch(name)]
-    named = [name for name in single if name.startswith("gptq_model-")]
-    sets = [[name] for name in named or ([] if shards else single)]
-    for (stem, n), names in shards.items():
-        gone = [name for i in range(1, n + 1) if (name := f"{stem}-{i:05d}-of-{n:05d}.safetensors") not in names]
-        if gone:
-            raise CheckpointError(f"{len(gone)} of {n} shards are not there: {_first(gone)}", hint=UNFINISHED)
-        sets.append(names)
-    if len(sets) != 1:
-        raise CheckpointError(
-            "more than one set of weights and no index to choose", have=_first([s[0] for s in sets]),
-            hint="keep one of them in this folder, or name it model.safetensors",
-        )
-    return sets[0]
+def _pickles(folder: Path) -> list[str]:
+    """Notes on pickled weights that lie beside safetensors."""
+    names = PICKLED.names(p.name for p in folder.iterdir())
+    return [f"{name} is ignored: the safetensors files count (--load-format pt takes it instead)" for name in names]
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+    pickles = PICKLED.names(p.name for p in folder.iterdir())
     if pickles:
         return CheckpointError(
-            f"{folder} holds only pickled weights, which can run any code when they are opened",
-            have=_first(pickles), need="*.safetensors", hint="a safetensors copy of the model",
+            f"{folder} holds only pickled weights, which could run any code if they were simply opened",
+            have=first_names(pickles), need="*.safetensors",
+            hint="`qengine pull FOLDER`, or serving with --load-format auto: torch's safe unpickler then makes a "
+            "safetensors copy in the cache",
         )
     ggufs = sorted(p.name for p in folder.glob("*.gguf"))
     hint = "a safetensors copy of the model; GGUF files are not read" if ggufs else UNFINISHED
-    return CheckpointError(f"{folder} holds no *.safetensors file", have=_first(ggufs) or None, hint=hint)
-
-
-def _balance_index(
-    listed: dict[str, str], headers: list[FileHeader], home: dict[str, FileHeader]
-) -> tuple[dict[str, FileHeader], list[str]]:
-    """What the index and the headers agree on, and notes about tensors that only a header names."""
-    by_file = {header.path.name: header for header in headers}
-    gone = [f"{name} ({file})" for name, file in listed.items() if name not in by_file[file].tensors]
-    if gone:
-        raise CheckpointError(
-            f"the index names {len(gone)} tensor(s) that their files do not hold: {_first(gone)}", hint=UNFINISHED
-        )
-    stray = [name for name in home if name not in listed]
-    notes = [f"{len(stray)} tensor(s) are in the files and not in the index, ignored: {_first(stray)}"] if stray else []
-    return {name: by_file[file] for name, file in listed.items()}, notes
-
-
-def _first(names: list[str], limit: int = 10) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return CheckpointError(f"{folder} holds no *.safetensors file", have=first_names(ggufs) or None, hint=hint)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from qengine.runtime.safetensors_file import CODES
 
 SHARD_BYTES = 2 << 30
 
@@ -55,6 +58,22 @@ class CheckpointWriter:
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             write_json(self.folder / "model.safetensors.index.json", index)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write CPU tensors to one file, one after the other, so that no more than one is copied at a time. Tensors that
+    share memory are each written out."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, t in tensors.items():
+        start, end = end, end + t.numel() * t.element_size()
+        header[name] = {"dtype": CODES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        for t in tensors.values():
+            f.write(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_json(path: Path, value: Any) -> None:

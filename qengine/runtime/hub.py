@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qengine.errors import CheckpointError
-from qengine.runtime.checkpoint import PICKLES
+from qengine.runtime.weight_files import PICKLED
 
 Say = Callable[[str], None]
 
@@ -17,11 +17,14 @@ UNWANTED = ("consolidated*.safetensors", "original/*", "onnx/*", "*/*")
 LOCAL_HINT = "a local model folder works without the hub"
 
 
-def resolve_folder(name: str, *, revision: str | None = None, say: Say = lambda line: None) -> Path:
+def resolve_folder(
+    name: str, *, revision: str | None = None, pickled: bool = False, say: Say = lambda line: None
+) -> Path:
     """`name` as a local folder, else downloaded (or found in the hub's cache) as a hub name.
 
-    Only safetensors, JSON, tokenizer and template files are fetched; pickled weights never. Raises CheckpointError
-    with one line: what was tried and what would work.
+    Only safetensors, JSON, tokenizer and template files are fetched; pickled weights where there are no others, or when
+    `pickled` asks for them (nothing is unpickled here). Raises CheckpointError with one line: what was tried and what
+    would work.
     """
     local = Path(name).expanduser()
     if local.is_dir():
@@ -31,10 +34,10 @@ def resolve_folder(name: str, *, revision: str | None = None, say: Say = lambda 
     if not REPO.fullmatch(name) or name.startswith((".", "-")):
         raise CheckpointError(f"no such folder: {name}", hint="a local model folder, or a hub name such as owner/name")
     say(f"{name} is no local folder: asking the Hugging Face hub")
-    return _snapshot(name, revision)
+    return _snapshot(name, revision, pickled)
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
+def _snapshot(name: str, revision: str | None, pickled: bool) -> Path:
     from huggingface_hub import errors, model_info, snapshot_download
 
     at = f"{name}@{revision}" if revision else name
@@ -48,10 +51,10 @@ def _snapshot(name: str, revision: str | None) -> Path:
         raise CheckpointError(f"{name} has no revision {revision!r} on the hub", hint="leave --revision out") from e
     except Exception as e:  # out of reach; which exception depends on the hub client's HTTP library
         return _fetched_before(name, revision, e)
-    _refuse_pickles(at, [s.rfilename for s in info.siblings or []])
+    wanted = _wanted(at, [s.rfilename for s in info.siblings or []], pickled)
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), etag_timeout=20
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=list(UNWANTED), etag_timeout=20
         )
     except Exception as e:
         raise CheckpointError(
@@ -77,14 +80,14 @@ def _first_line(e: Exception) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
 
-def _refuse_pickles(name: str, files: list[str]) -> None:
-    """Say before any download that a repository has nothing that may be loaded."""
-    if any(file.endswith(".safetensors") for file in files):
-        return
-    pickles = [file for file in files if file.endswith(PICKLES)]
-    if pickles:
+def _wanted(name: str, files: list[str], pickled: bool) -> list[str]:
+    """Patterns of what to fetch; says before any download that a repository has no weights."""
+    safe = any(file.endswith(".safetensors") for file in files)
+    pickles = [file for file in PICKLED.names(files) if "/" not in file]
+    if pickles and (pickled or not safe):
+        return [p for p in WANTED if p != "*.safetensors"] + pickles
+    if not safe:
         raise CheckpointError(
-            f"{name} has only pickled weights, which can run any code when they are opened",
-            have=", ".join(pickles[:3]), need="*.safetensors", hint="a safetensors copy of the model",
+            f"{name} has no safetensors and no pickled weights on the hub", have=", ".join(files[:5]) or "no files"
         )
-    raise CheckpointError(f"{name} has no safetensors weights on the hub", have=", ".join(files[:5]) or "no files")
+    return list(WANTED)

@@ -77,12 +77,34 @@ def test_the_hub_says_no(kind: type[Exception], text: str, monkeypatch: pytest.M
         resolve_folder("owner/name", revision="v2")
 
 
-def test_pickles_are_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [SimpleNamespace(rfilename=f) for f in ("config.json", "pytorch_model.bin")]
+def test_a_repository_without_weights_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [SimpleNamespace(rfilename=f) for f in ("config.json", "training_args.bin", "onnx/model.bin")]
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: SimpleNamespace(siblings=files))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: pytest.fail("fetched"))
-    with pytest.raises(CheckpointError, match=r"pickled weights.*pytorch_model\.bin"):
+    with pytest.raises(CheckpointError, match="no safetensors and no pickled weights"):
         resolve_folder("owner/name")
+
+
+@pytest.mark.parametrize(
+    "names, pickled, fetched",
+    [
+        (["pytorch_model.bin"], False, ["pytorch_model.bin"]),
+        (["model.safetensors", "pytorch_model.bin"], False, ["*.safetensors"]),
+        (["model.safetensors", "pytorch_model.bin"], True, ["pytorch_model.bin"]),
+        (["model.safetensors"], True, ["*.safetensors"]),
+        (["a-00001-of-00002.bin", "a-00002-of-00002.bin", "optimizer.pt", "x/y.bin"], False,
+         ["a-00001-of-00002.bin", "a-00002-of-00002.bin"]),
+    ],
+)  # fmt: skip
+def test_pickles_are_fetched_where_they_count(
+    names: list[str], pickled: bool, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+    files = [SimpleNamespace(rfilename=name) for name in names]
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.update(o) or str(tmp_path))
+    resolve_folder("owner/name", pickled=pickled)
+    assert [p for p in asked["allow_patterns"] if p not in WANTED or p == "*.safetensors"] == fetched
 
 
 def test_only_model_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
