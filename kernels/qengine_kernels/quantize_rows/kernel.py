@@ -48,7 +48,8 @@ def quantize_rows_kernel(
         for i_k in tl.range(begin, end, BLOCK):
             o_k = i_k + tl.arange(0, BLOCK)
             b_most = tl.maximum(b_most, tl.abs(tl.load(p_row + o_k, mask=o_k < end, other=0.0).to(tl.float32)))
-        scale = tl.max(b_most, axis=0) / largest
+        # rounded division: plain `/` is approximate on a GPU, and a code on the edge would differ from the CPU's
+        scale = tl.div_rn(tl.max(b_most, axis=0), largest)
         scale = tl.where(scale > 0, scale, 1.0)
     for i_k in tl.range(begin, end, BLOCK):
         o_k = i_k + tl.arange(0, BLOCK)
