@@ -121,7 +121,7 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(text.index(g) for g in groups) == text.index("\nnot built yet:")
     assert "--quant, -q, --quantization NAME" in text
     assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
-    assert "{auto,safetensors,dummy}" in text
+    assert "{auto,safetensors,pt,npcache,dummy}" in text
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
