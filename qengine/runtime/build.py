@@ -37,6 +37,7 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.dummy_weights import dummy_source
 from qengine.runtime.engine import Engine
 from qengine.runtime.facts import EngineFacts
+from qengine.runtime.graphs import capture_decodes, graph_bytes
 from qengine.runtime.kv_cache import KVCache, allocate, layer_layouts
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 from qengine.runtime.loader import LoadPlan, LoadReport, load, resolve
@@ -94,6 +95,8 @@ def build_engine(config: EngineConfig) -> Engine:
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
     runner = Runner(b.model, cache, sampler, len(groups), b.device)
     warm = warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
+    if b.device.type == "cuda":
+        warm.append(_capture(b, runner))
     lines = _report(b, loaded, cache, [*warm, f"Ready after {time.perf_counter() - start:.1f} seconds"])
     facts = EngineFacts(
         model_folder=config.model or "",
@@ -107,15 +110,29 @@ def build_engine(config: EngineConfig) -> Engine:
     return Engine(scheduler, pages, runner, facts)
 
 
-def decide(config: EngineConfig) -> Built:
-    """Choose device, dtype, formats and the memory plan from headers alone."""
+def _capture(b: Built, runner: Runner) -> str:
+    """Capture decode graphs unless told not to; returns a report line."""
+    if b.config.enforce_eager:
+        return "CUDA graphs: none (--enforce-eager)"
+    m = b.memory
+    runner.graphs, line = capture_decodes(
+        b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device
+    )
+    runner.cache.zero_blocks([0])
+    return line
+
+
+def decide(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Built:
+    """Choose device, dtype, formats and the memory plan from headers alone. `checkpoint` is the opened `config.model`,
+    where somebody has it already."""
     if config.model is None:
         raise ConfigError("no model", hint="a local folder or a hub name")
     device, info = devices.select_device(config.device)
     memory = devices.memory(device)
     dummy = config.load_format == "dummy"
-    folder = Path(config.model)
-    checkpoint = Checkpoint.config_only(folder) if dummy else Checkpoint.open(folder)
+    if checkpoint is None:
+        folder = Path(config.model)
+        checkpoint = Checkpoint.config_only(folder) if dummy else Checkpoint.open(folder)
     dtype, reason = devices.choose_dtype(config.dtype, checkpoint.dtype, info)
     choice = select_quant(config.quantization, checkpoint.quant)
     kv = load_plugin("kv", config.kv_cache_dtype)()
@@ -199,6 +216,7 @@ def _plan(
         max_model_len=config.max_model_len,
         utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        graphs=_graph_bytes(config, model, dtype, info, len(groups)),
         reserve=GPU_RESERVE if info.type == "cuda" else CPU_RESERVE,
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
     )
@@ -208,6 +226,15 @@ def _plan(
     one = inputs.blocks_for(full.max_model_len) * block_bytes
     cap = min(full.kv_bytes, max(CPU_KV_DEFAULT, one))
     return plan(dataclasses.replace(inputs, kv_cache_memory_bytes=cap // block_bytes * block_bytes))
+
+
+def _graph_bytes(config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int) -> int:
+    if info.type != "cuda" or config.enforce_eager:
+        return 0
+    blocks = -(-(config.max_model_len or model.max_position) // config.block_size)
+    return graph_bytes(
+        config.max_num_seqs, model.hidden_size, model.vocab_size, dtype.itemsize, blocks * num_groups
+    )
 
 
 def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
@@ -268,6 +295,4 @@ def _report(b: Built, loaded: LoadReport, cache: KVCache, tail: list[str]) -> li
     ]
     if b.config.trust_remote_code:
         lines.insert(0, "WARNING: --trust-remote-code is on: Python code that came with the model runs here")
-    if b.device.type == "cuda":
-        lines.append("CUDA graphs: none are captured by this version; every step runs eagerly")
     return lines + tail

@@ -10,6 +10,7 @@ from qengine.core.request import Request
 from qengine.core.step import SampledToken, Step
 from qengine.messages import TokenLogprobs
 from qengine.models.model import Model
+from qengine.runtime.graphs import DecodeGraphs
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
 from qengine.runtime.sampler import Sampler, logprobs_of
@@ -47,6 +48,8 @@ class Runner:
         self.device = device
         self.threads: ThreadChoice | None = None
         """CPU only; set once measured."""
+        self.graphs: DecodeGraphs | None = None
+        """CUDA only; set once captured."""
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
     def forget(self, request_id: str) -> None:
@@ -58,12 +61,18 @@ class Runner:
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[StepInputs, torch.Tensor]:
         """The step's block operations and its forward pass: inputs, and hidden states [num_tokens, hidden_size]."""
+        inputs = self._begin(step)
+        return inputs, self._hidden(inputs)
+
+    def _begin(self, step: Step) -> StepInputs:
         self.cache.zero_blocks(step.zero_blocks)
         self.cache.copy_blocks(step.copy_blocks)
-        inputs = self.inputs.build(step)
+        return self.inputs.build(step)
+
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self.threads is not None:
             torch.set_num_threads(self.threads.for_tokens(inputs.batch.num_tokens))
-        return inputs, self.model.forward(inputs.token_ids, inputs.batch)
+        return self.model.forward(inputs.token_ids, inputs.batch)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,8 +83,15 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        inputs, hidden = self.forward(step)
+        inputs = self._begin(step)
         result = StepResult()
+        replayed = self.graphs.run(inputs) if self.graphs is not None else None
+        if replayed is not None:
+            hidden, logits = replayed
+            self._prompt_logprobs(step, inputs, hidden, result)
+            self._sample(logits, inputs.sampling, result)
+            return result
+        hidden = self._hidden(inputs)
         self._prompt_logprobs(step, inputs, hidden, result)
         if inputs.sampling:
             self._sample(self.logits(hidden[inputs.sample_rows]), inputs.sampling, result)

@@ -77,3 +77,18 @@ def test_nonfinite_rows_end_alone(folders: dict[str, Path]) -> None:
     ])
     assert out.last["bad"].finish_reason == "error"
     assert out.last["good"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize("model", ["dense", "awq", "window"])
+def test_graphs_change_nothing(folders: dict[str, Path], model: str, kv: str) -> None:
+    """Replayed steps are padded to the captured sizes and use fixed buffers; values are those of eager steps."""
+    options = {"device": "cuda", "dtype": "half", "kv_cache_dtype": kv, "kv_cache_memory_bytes": 16 << 20}
+    eager = toy_engine(folders[model], enforce_eager=True, **options)
+    graphs = toy_engine(folders[model], **options)
+    assert eager.runner.graphs is None and graphs.runner.graphs is not None
+    many = [p for p in prompts() for _ in range(3)]
+    for batch in (many, many[:1], many[:5]):
+        want, found = greedy(eager, batch, 24), greedy(graphs, batch, 24)
+        differences = [first_clear_difference(a, b, MARGINS["half"]) for a, b in zip(want, found, strict=True)]
+        assert not any(differences), differences

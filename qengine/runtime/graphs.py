@@ -1,0 +1,140 @@
+"""CUDA graphs for decode steps: one captured forward pass a batch size, replayed on fixed buffers.
+
+A small decode step is hundreds of kernels of a few microseconds each, and launching them one by one from Python takes
+longer than running them. A graph holds the launches; addresses in it never change, so every input is copied into a
+buffer first. Steps with a prefill in them, or larger than the largest size, run eagerly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from qengine.layers.batch import Batch, GroupBatch
+from qengine.models.model import Model
+from qengine.runtime.inputs import StepInputs
+
+LARGEST = 256
+GRAPH_BYTES = 4 << 20
+"""What the driver keeps for one captured forward pass of some hundred kernels, about."""
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, ascending; a step is padded to the next one."""
+    most = min(max_num_seqs, LARGEST)
+    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, LARGEST + 1, 16)]
+    return sorted({n for n in ladder if n < most} | {most})
+
+
+def graph_bytes(max_num_seqs: int, hidden: int, vocab: int, itemsize: int, table_entries: int) -> int:
+    """Bytes of the fixed buffers and of what the driver keeps. `table_entries`: blocks of a request, all groups."""
+    sizes = graph_sizes(max_num_seqs)
+    rows = sizes[-1]
+    return rows * (4 * vocab + itemsize * hidden + 4 * table_entries) + GRAPH_BYTES * len(sizes)
+
+
+class DecodeGraphs:
+    """Captured decode steps. `run` returns None for a step that must run eagerly.
+
+    Rows that only pad a step have no cached tokens and a negative slot: they read and write nothing.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sizes: Sequence[int],
+        num_groups: int,
+        block_size: int,
+        max_blocks: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.sizes = list(sizes)
+        self.block_size = block_size
+        self.max_len = max_blocks * block_size
+        most = self.sizes[-1]
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.token_ids, self.positions = buffer(most, dtype=torch.int64), buffer(most, dtype=torch.int64)
+        self.seq_lens = buffer(most)
+        self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self.tables = [buffer(most, max_blocks) for _ in range(num_groups)]
+        self.slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in range(num_groups)]
+        self.hidden = buffer(most, model.hidden_size, dtype=model.ctx.dtype)
+        self.logits = buffer(most, model.vocab_size, dtype=torch.float32)
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def capture(self) -> str:
+        """Capture all sizes, the largest first so that the smaller ones reuse its memory. Returns a report line."""
+        start = time.perf_counter()
+        free = torch.cuda.mem_get_info()[0]
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self._forward(size)  # compiles what is not compiled yet, makes workspaces
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._forward(size)
+            self._captured[size] = graph
+        torch.cuda.synchronize()
+        used = max(0, free - torch.cuda.mem_get_info()[0])
+        return (
+            f"CUDA graphs: decode steps of {self.sizes[0]} to {self.sizes[-1]} sequences, {len(self.sizes)} sizes, "
+            f"{time.perf_counter() - start:.1f} seconds, {used / 2**20:.0f} MiB"
+        )
+
+    def _forward(self, size: int) -> None:
+        batch = Batch(
+            num_tokens=size,
+            num_seqs=size,
+            num_decodes=size,
+            positions=self.positions[:size],
+            query_start=self.query_start[: size + 1],
+            seq_lens=self.seq_lens[:size],
+            host_query_lens=[1] * size,
+            host_seq_lens=[self.max_len] * size,
+            groups=[GroupBatch(t[:size], s[:size]) for t, s in zip(self.tables, self.slots, strict=True)],
+            block_size=self.block_size,
+        )
+        hidden = self.model.forward(self.token_ids[:size], batch)
+        self.hidden[:size].copy_(hidden)
+        self.logits[:size].copy_(self.model.logits(hidden))
+
+    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
+        batch = inputs.batch
+        n = batch.num_seqs
+        if batch.num_decodes != n or len(inputs.sampling) != n or n > self.sizes[-1]:
+            return None
+        size = next(s for s in self.sizes if s >= n)
+        for target, source in (
+            (self.token_ids, inputs.token_ids),
+            (self.positions, batch.positions),
+            (self.seq_lens, batch.seq_lens),
+        ):
+            target[:n].copy_(source)
+        self.seq_lens[n:size].zero_()
+        for table, slots, group in zip(self.tables, self.slots, batch.groups, strict=True):
+            table[:n, : group.block_tables.shape[1]].copy_(group.block_tables)
+            slots[:n].copy_(group.slot_mapping)
+            slots[n:size].fill_(-1)
+        self._captured[size].replay()
+        return self.hidden[:n], self.logits[:n]
+
+
+def capture_decodes(
+    model: Model, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int, device: torch.device
+) -> tuple[DecodeGraphs | None, str]:
+    """Graphs and a report line; no graphs, and the reason, for a model whose forward pass cannot be captured."""
+    blocks = -(-max_model_len // block_size)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, graph_sizes(max_num_seqs), num_groups, block_size, blocks, device)
+        try:
+            return graphs, graphs.capture()
+        except RuntimeError as e:
+            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            return None, f"CUDA graphs: not used, the forward pass cannot be captured ({first})"
