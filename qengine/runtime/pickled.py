@@ -53,12 +53,15 @@ def with_safetensors(folder: Path, load_format: str, say: Say = lambda line: Non
     auto takes pickled weights where there are no others, pt and npcache (the name that other engines give to such a
     cache) always. Raises CheckpointError when there are none, and for files that cannot be read safely.
     """
-    if load_format not in ("auto", "pt", "npcache") or not folder.is_dir():
-        return folder
+    return safetensors_copy(folder, say) if pickles_count(folder, load_format) else folder
+
+
+def pickles_count(folder: Path, load_format: str) -> bool:
+    """Whether `load_format` means the pickled weights of `folder`."""
+    if load_format != "auto":
+        return load_format in ("pt", "npcache")
     names = [p.name for p in folder.iterdir()]
-    if load_format == "auto" and (SAFETENSORS.names(names) or not PICKLED.names(names)):
-        return folder
-    return safetensors_copy(folder, say)
+    return bool(PICKLED.names(names)) and not SAFETENSORS.names(names)
 
 
 def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
@@ -74,7 +77,7 @@ def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
             f"{folder} holds no pickled weights", need=" | ".join(f"*{s}" for s in PICKLED.suffixes),
             hint="--load-format auto",
         )
-    target = cache_root() / "converted" / f"{short_name(folder)}-{fingerprint(folder, found)}"
+    target = _target(folder, found)
     if target.is_dir():
         say(f"using the safetensors copy made before: {target}")
         return target
@@ -85,6 +88,17 @@ def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
             for path in companions(folder):
                 shutil.copyfile(path, partial / path.name)
     return target
+
+
+def made_before(folder: Path) -> Path | None:
+    """The safetensors copy of `folder` where there is one; nothing is converted."""
+    found = weight_files(folder, PICKLED)
+    target = None if found is None else _target(folder, found)
+    return target if target is not None and target.is_dir() else None
+
+
+def _target(folder: Path, found: WeightFiles) -> Path:
+    return cache_root() / "converted" / f"{short_name(folder)}-{fingerprint(folder, found)}"
 
 
 def fingerprint(folder: Path, found: WeightFiles) -> str:

@@ -1,52 +1,203 @@
-"""`qengine inspect` on toy checkpoints: what it prints, and that it refuses what `serve` would refuse."""
+"""`qengine inspect` on toy checkpoints: what it prints, its exit code, and that it reads headers alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from awq_files import make_awq
 from qengine.cli.main import main
-from toy_models import make_tiny, make_tiny_awq
+from qengine.runtime import checkpoint, safetensors_file
+from toy_models import llama_config, make_tiny, make_tiny_awq, write_json
+
+Capture = pytest.CaptureFixture[str]
 
 
-def lines_of(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    assert main(["inspect", *argv]) == 0
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("inspect read a tensor")
+
+    monkeypatch.setattr(safetensors_file, "read_tensor", refuse)
+    monkeypatch.setattr(checkpoint, "read_tensor", refuse)
 
 
-def test_dense_model_and_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def inspect(capsys: Capture, *argv: str, code: int = 0) -> dict[str, list[str]]:
+    """The printed sections by title; lines outside of any under ""."""
+    assert main(["inspect", *argv]) == code
+    sections: dict[str, list[str]] = {"": []}
+    title = ""
+    for line in capsys.readouterr().out.splitlines():
+        if not line:
+            title = ""
+        elif line.endswith(":") and not line.startswith(" "):
+            title = line[:-1]
+            sections[title] = []
+        else:
+            sections[title].append(line.strip())
+    return sections
+
+
+def as_json(capsys: Capture, *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["inspect", "--json", *argv]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["servable"] == (code == 0)
+    return found
+
+
+def edit(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in change.items():
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_dense_model_and_its_plan(tmp_path: Path, capsys: Capture) -> None:
     make_tiny(tmp_path)
     args = (str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "1M")
-    lines = lines_of(capsys, *args)
-    assert lines[0] == f"Model: {tmp_path}"
+    found = inspect(capsys, *args)
+    assert found[""][0] == f"Model: {tmp_path}" and found[""][-1] == "It can be served."
     # 2 layers, K and V, 2 heads of 64 values, 4 bytes each.
-    assert "KV cache: auto, 2,048 bytes for one token" in lines
-    assert "KV cache: fp8_e4m3, 512 bytes for one token" in lines_of(capsys, *args, "--kv-dtype", "fp8")
-    for start in ("Linears: 15 x ", "Memory plan: ", "KV cache size: "):
-        assert any(line.startswith(start) for line in lines)
+    assert "KV cache: auto, 2,048 bytes for one token" in found["On this machine"]
+    fp8 = inspect(capsys, *args, "--kv-dtype", "fp8")["On this machine"]
+    assert "KV cache: fp8_e4m3, 512 bytes for one token" in fp8
+    for start in ("Memory plan: ", "KV cache size: "):
+        assert any(line.startswith(start) for line in found["On this machine"])
+    assert not {"Problems", "Missing", "Stale files and tensors", "Config against tensors"} & found.keys()
 
 
-def test_awq_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_and_bytes_by_scheme(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny_awq(tmp_path, num_hidden_layers=4)
+    name = "model.layers.2.mlp.up_proj"
+    edit(tmp_path, {f"{name}.{leaf}": None for leaf in ("qweight", "qzeros", "scales")})
+    edit(tmp_path, {f"{name}.weight": torch.zeros(512, 256).half()})
+    found = as_json(capsys, str(tmp_path), "--device", "cpu")
+    groups = {(g["scheme"], g["modules"], g["numbers"]): g["count"] for g in found["modules"]}
+    up = "model.layers.*.mlp.up_proj"
+    assert groups["awq 4-bit g64", up, "0-1,3"] == 3 and groups["16-bit", up, "2"] == 1
+    assert sum(groups.values()) == 4 * 7 + 1 and groups["16-bit", "lm_head", ""] == 1
+    sizes = found["bytes"]
+    assert sum(s["file"] for s in sizes.values()) == found["file_bytes"]
+    stored = load_file(tmp_path / "model.safetensors")
+    own = sum(t.nbytes for n, t in stored.items() if n.endswith(("qweight", "qzeros", "scales")))
+    assert sizes["awq 4-bit g64"]["file"] == own
+    # Zeros are kept as bytes on a GPU; a CPU keeps a dense copy too.
+    assert 0.9 * own < sizes["awq 4-bit g64"]["gpu"] < 1.1 * own < sizes["awq 4-bit g64"]["cpu"]
+    assert [line.split()[0] for line in inspect(capsys, str(tmp_path))["Bytes by scheme"][-1:]] == ["total"]
+
+
+def test_kernels_of_every_generation(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny_awq(tmp_path, dtype="bfloat16")
+    found = as_json(capsys, str(tmp_path), "--device", "cpu")
+    awq = {a["device"]: (a["dtype"], a["kind"]) for a in found["kernels"]["awq 4-bit g64"]}
+    assert awq == {"sm_75": ("float16", "native"), "cpu": ("bfloat16", "native")} | {
+        f"sm_{sm}": ("bfloat16", "native") for sm in (80, 86, 89, 90, 100, 120)
+    }
+    fp8 = {a["device"]: a["kind"] for a in found["kv_kernels"]["fp8_e4m3"]}
+    assert [d for d, kind in fp8.items() if kind == "native"] == ["sm_89", "sm_90", "sm_100", "sm_120"]
+    assert set(found["kv_kernels"]) == {"auto", "fp8_e4m3", "fp8_e5m2"}
+    text = inspect(capsys, str(tmp_path), "--dtype", "bfloat16", "--device", "cpu")["Kernels by device: weights"]
+    assert any(line.startswith("sm_75: refused: ") and "no bfloat16" in line for line in text)
+
+
+def test_everything_that_is_wrong_at_once(tmp_path: Path, capsys: Capture) -> None:
     make_tiny_awq(tmp_path)
-    lines = lines_of(capsys, str(tmp_path), "--device", "cpu")
-    linears = next(line for line in lines if line.startswith("Linears: "))
-    assert linears.startswith("Linears: 14 x awq 4-bit") and "1 x " in linears
+    edit(
+        tmp_path,
+        {
+            "model.layers.1.mlp.down_proj.qzeros": None,
+            "model.layers.0.self_attn.q_proj.qweight": torch.zeros(3, 3, dtype=torch.int32),
+            "model.norm.weight": torch.zeros(7).half(),
+            "model.layers.0.mystery.weight": torch.ones(3),
+        },
+    )
+    save_file({"x": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    found = inspect(capsys, str(tmp_path), code=1)
+    assert found["Missing"] == ["model.layers.1.mlp.down_proj.qzeros"]
+    assert found["Wrong shape or dtype"][0].startswith("model.norm.weight: have F16 7")
+    assert found["In the file and not used"] == ["model.layers.0.mystery.weight"]
+    assert "consolidated.safetensors is ignored" in found["Stale files and tensors"][0]
+    assert len(found["Problems"]) == 2 and "no layout of AWQ" in found["Problems"][0]
+    assert found[""][-1] == "It could not be served: 2 problem(s)." and "On this machine" not in found
+    assert any(line.startswith("refused") and "q_proj" in line for line in found["Modules"])
 
 
-def test_missing_tensor_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_no_problem(tmp_path: Path, capsys: Capture) -> None:
+    make_awq(tmp_path, "gemv", quant={"version": "gemm"})
+    write_json(tmp_path / "quant_config.json", {"w_bit": 4, "q_group_size": 64, "version": "gemv"})
+    found = inspect(capsys, str(tmp_path), "--device", "cpu")["Config against tensors"]
+    assert any("group_size is 128 in config.json" in line for line in found)
+    assert any("'gemm' in the config" in line and "14 modules" in line for line in found)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_kv_scales_with_their_source(value: float, tmp_path: Path, capsys: Capture) -> None:
+    """Values are not read: the report says so."""
     make_tiny(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.down_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("qengine: error: ") and err.count("\n") == 1
-    assert "model.layers.1.mlp.down_proj.weight" in err
+    names = [f"model.layers.{i}.self_attn.{p}_proj.{p}_scale" for i in range(2) for p in "kv"]
+    edit(tmp_path, {name: torch.tensor(value) for name in names})
+    found = inspect(capsys, str(tmp_path), "--device", "cpu")
+    assert found["KV scales"] == ["checkpoint k_proj.k_scale, v_proj.v_scale: 2 layer(s)"]
+    assert found["Not checked, because it needs data"][0].startswith("values of 4 KV scales")
+    assert found[""][-1] == "It can be served, as far as headers tell."
+    edit(tmp_path, {"model.layers.1.self_attn.v_proj.v_scale": None})
+    partial = inspect(capsys, str(tmp_path), "--device", "cpu")
+    assert "fp8_e4m3 is refused" in partial["KV scales"][-1] and "only one of K and V" in partial["KV scales"][-1]
+    assert "only one of K and V" in inspect(capsys, str(tmp_path), "--kv-dtype", "fp8", code=1)["Problems"][0]
 
 
-@pytest.mark.parametrize("argv", [[], ["no/such/folder/here"]])
-def test_no_model(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_data_is_said(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path)
+    write_json(tmp_path / "config.json", llama_config(tie_word_embeddings=True))
+    edit(tmp_path, {"model.layers.0.self_attn.q_proj.bias": torch.ones(256)})
+    found = inspect(capsys, str(tmp_path), "--device", "cpu")["Not checked, because it needs data"]
+    assert found == [
+        "whether lm_head.weight and model.embed_tokens.weight are equal: assumed, as config.json says",
+        "whether 1 biases that the model does not have are all zero",
+    ]
+
+
+def test_missing_shard(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path, shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert "unfinished download" in inspect(capsys, str(tmp_path), code=1)["Problems"][0]
+
+
+@pytest.mark.parametrize(
+    "quant, words",
+    [
+        ({"quant_method": "quark"}, "no installed plugin reads"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
+        ({"bits": 4}, "names no quant_method"),
+    ],
+)
+def test_configs_that_are_refused(quant: dict[str, object], words: str, tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path, quantization_config=quant)
+    assert words in as_json(capsys, str(tmp_path), code=1)["problems"][0]
+
+
+def test_pickled_weights_have_no_headers(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QENGINE_CACHE", str(tmp_path / "cache"))
+    folder = make_tiny(tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert main(["inspect", str(folder)]) == 2
+    assert "qengine pull" in capsys.readouterr().err
+    assert main(["pull", str(folder)]) == 0
+    copy = capsys.readouterr().out.strip()
+    assert inspect(capsys, str(folder), "--device", "cpu")[""][0] == f"Model: {copy}"
+
+
+@pytest.mark.parametrize("argv", [[], ["no/such/folder/here"], [".", "--load-format", "dummy"]])
+def test_nothing_to_inspect(argv: list[str], capsys: Capture) -> None:
     assert main(["inspect", *argv]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("qengine: error: ")
