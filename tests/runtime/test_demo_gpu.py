@@ -7,6 +7,8 @@ from qengine import LLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+MARGINS = {"half": 0.3, "bfloat16": 1.0}
+"""Natural log. bfloat16 logits of this model have a spacing of 0.125 to 0.25."""
 QUESTIONS = [
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -17,7 +19,7 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+@pytest.mark.parametrize("dtype", list(MARGINS))
 def test_demo_text_is_the_cpus_where_the_margin_is_clear(dtype: str) -> None:
     options = {"quantization": "awq", "kv_cache_dtype": "fp8", "max_model_len": 1024}
     cpu = LLM(device="cpu", dtype="float32", kv_cache_memory_bytes=64 << 20, **options)
@@ -27,7 +29,7 @@ def test_demo_text_is_the_cpus_where_the_margin_is_clear(dtype: str) -> None:
         for q in QUESTIONS
     ]
     reference, found = greedy(cpu.engine, prompts, 32), greedy(gpu.engine, prompts, 32)
-    differences = [first_clear_difference(a, b, 0.3) for a, b in zip(reference, found, strict=True)]
+    differences = [first_clear_difference(a, b, MARGINS[dtype]) for a, b in zip(reference, found, strict=True)]
     assert not any(differences), differences
     pairs = [(a, b) for r, f in zip(reference, found, strict=True) for a, b in zip(r, f, strict=True)]
     assert sum(a.token_id == b.token_id for a, b in pairs) > 0.5 * len(pairs)
