@@ -1,18 +1,19 @@
-"""Makes AWQ-format tensors from dense weights: per-group rounding with a search for the best clip.
+"""Makes AWQ-format tensors from dense weights; the result is an ordinary AutoAWQ gemm file.
 
-No activations are looked at here (AWQ's activation-aware scaling is calibration's work); the result is an ordinary
-AutoAWQ gemm file.
+Each group is rounded with a search for the best clip. With what calibration saw of a linear's inputs, the output's
+error decides, and factors on the channels are chosen first (`qengine_awq.search`); without, the weight's own error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from qengine.plugin import LinearSpec, Quantizer
+from qengine.plugin import CalibratedQuantizer, InputStats, LinearSpec
 from qengine_awq.layout import SYMMETRIC_ZERO, pack
+from qengine_awq.search import group_moments, search_factors
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.74, 0.68)
 """Shares of a group's range that are tried; the least squared error wins."""
@@ -21,8 +22,13 @@ CHUNK = 1 << 16
 LEAST_SCALE = 2.0**-20
 """Keeps an all-zero group's scale a positive float16."""
 
+Error = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(weights, codes [groups, size], scales, zeros [groups]) -> [groups]."""
+Refit = Error
+"""The same -> better scales for these codes."""
 
-class AwqQuantizer(Quantizer):
+
+class AwqQuantizer(CalibratedQuantizer):
     """4-bit gemm layout. `group_size` -1 is one group a row; without `zero_point` the zero is 8 and not stored."""
 
     def __init__(self, group_size: int = 128, zero_point: bool = True) -> None:
@@ -46,32 +52,69 @@ class AwqQuantizer(Quantizer):
         if reason := self.accepts(spec):
             raise ValueError(f"{spec.name}: {reason}")
         n, k = weight.shape
-        size = k if self.group_size == -1 else self.group_size
-        groups = weight.detach().to("cpu").reshape(-1, size)
+        groups = weight.detach().to("cpu").reshape(-1, self._size(k))
         codes = torch.empty(groups.shape, dtype=torch.uint8)
         scales = torch.empty(len(groups), dtype=torch.float16)
         zeros = torch.empty(len(groups), dtype=torch.uint8)
-        step = max(1, CHUNK // size)
+        step = max(1, CHUNK // groups.shape[1])
         for a in range(0, len(groups), step):
             part = slice(a, a + step)
-            codes[part], scales[part], zeros[part] = self._groups(groups[part].to(torch.float32))
+            codes[part], scales[part], zeros[part] = self._search(groups[part].to(torch.float32), squared_error, refit)
+        return self._tensors(spec, codes.view(n, k), scales.view(n, -1), zeros.view(n, -1))
+
+    def quantize_calibrated(
+        self, spec: LinearSpec, weight: torch.Tensor, stats: InputStats
+    ) -> dict[str, torch.Tensor]:
+        """As `quantize`; the error of each group's part of the outputs decides on its grid."""
+        if reason := self.accepts(spec):
+            raise ValueError(f"{spec.name}: {reason}")
+        n, k = weight.shape
+        size = self._size(k)
+        moments = group_moments(stats, size)
+        codes = torch.empty((n, k), dtype=torch.uint8)
+        scales = torch.empty((n, k // size), dtype=torch.float16)
+        zeros = torch.empty((n, k // size), dtype=torch.uint8)
+        for g, moment in enumerate(moments):
+            part = slice(g * size, (g + 1) * size)
+            w = weight[:, part].to(torch.float32)
+            found = self._search(w, OutputError(moment), OutputRefit(moment))
+            codes[:, part], scales[:, g], zeros[:, g] = (t.cpu() for t in found)
+        return self._tensors(spec, codes, scales, zeros)
+
+    def input_factors(
+        self, readers: Sequence[tuple[LinearSpec, torch.Tensor]], stats: InputStats, channels: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return search_factors([weight for _, weight in readers], stats, channels, self._rounded)
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight [N, K] on the grid of each group's whole range."""
+        w = weight.reshape(-1, self._size(weight.shape[1]))
+        scale, zero = self._grid(w.amin(1).clamp_max_(0), w.amax(1).clamp_min_(0))
+        return round_to(w, scale, zero).sub_(zero[:, None]).mul_(scale[:, None]).view_as(weight)
+
+    def _size(self, in_features: int) -> int:
+        return in_features if self.group_size == -1 else self.group_size
+
+    def _tensors(
+        self, spec: LinearSpec, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """codes [N, K], scales and zeros [N, groups] -> the file's tensors."""
         if not torch.isfinite(scales).all():
             raise ValueError(f"{spec.name}: weights are not finite or exceed float16")
-        out = {
-            "qweight": pack(codes.view(n, k).t()),
-            "scales": scales.view(n, -1).t().contiguous(),
-        }
+        out = {"qweight": pack(codes.t()), "scales": scales.t().contiguous()}
         if self.zero_point:
-            out["qzeros"] = pack(zeros.view(n, -1).t())
+            out["qzeros"] = pack(zeros.t())
         return out
 
-    def _groups(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """w float32 [groups, size] -> codes, scales and zeros with the least squared error found."""
+    def _search(
+        self, w: torch.Tensor, error_of: Error, refitted: Refit
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """w float32 [groups, size] -> codes, scales and zeros with the least error found."""
         low, high = w.amin(1).clamp_max_(0), w.amax(1).clamp_min_(0)
         best: torch.Tensor | None = None
         for clip in CLIPS:
             scale, zero = self._grid(low * clip, high * clip)
-            error = squared_error(w, round_to(w, scale, zero), scale, zero)
+            error = error_of(w, round_to(w, scale, zero), scale, zero)
             if best is None:
                 best, best_scale, best_zero = error, scale, zero
                 continue
@@ -81,8 +124,8 @@ class AwqQuantizer(Quantizer):
             best_zero = torch.where(better, zero, best_zero)
         assert best is not None
         codes = round_to(w, best_scale, best_zero)
-        scale = refit(w, codes, best_scale, best_zero)
-        keep = squared_error(w, codes, scale, best_zero) < best
+        scale = refitted(w, codes, best_scale, best_zero)
+        keep = error_of(w, codes, scale, best_zero) < best
         best_scale = torch.where(keep, scale, best_scale)
         return codes.to(torch.uint8), best_scale.to(torch.float16), best_zero.to(torch.uint8)
 
@@ -128,3 +171,28 @@ def refit(w: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch
     power = centred.square().sum(1)
     fitted = (centred * w).sum(1) / power.clamp_min(1.0)
     return as_float16(torch.where((power > 0) & (fitted > LEAST_SCALE), fitted, scale))
+
+
+class OutputError:
+    """Mean square of what a group's rounding does to the outputs: d moment d^T for each row d of differences."""
+
+    def __init__(self, moment: torch.Tensor) -> None:
+        self.moment = moment
+
+    def __call__(self, w: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        d = (codes - zero[:, None]).mul_(scale[:, None]).sub_(w)
+        return (d @ self.moment).mul_(d).sum(1)
+
+
+class OutputRefit:
+    """The scale with the least output error for fixed codes, as a float16 value."""
+
+    def __init__(self, moment: torch.Tensor) -> None:
+        self.moment = moment
+
+    def __call__(self, w: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        centred = codes - zero[:, None]
+        weighted = centred @ self.moment
+        power = (weighted * centred).sum(1)
+        fitted = (weighted * w).sum(1) / power.clamp_min(1e-12)
+        return as_float16(torch.where((power > 1e-12) & (fitted > LEAST_SCALE), fitted, scale))

@@ -1,0 +1,212 @@
+"""A calibration run: every layer in turn, statistics and results on disk, then what was asked for from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qengine.errors import CapacityError, CheckpointError, ConfigError
+from qengine.models.blocks import DecoderLayer
+from qengine.plugin import Quantizer, WeightQuant
+from qengine.runtime import device as devices
+from qengine.runtime.checkpoint import Checkpoint
+from qengine_calibration.kv_scales import KVLayerResult, KVOptions, settle
+from qengine_calibration.layer import LayerQuantizer, LayerResult
+from qengine_calibration.observe import InputObserver, KVObserver, observe
+from qengine_calibration.stream import TOKENS_AT_ONCE, LayerStream, MicroBatch
+from qengine_calibration.texts import Texts
+from qengine_calibration.work import WorkFolder
+
+VERSION = 1
+"""Changes when the same source and text would give another result; part of a run's key."""
+FEEDS = ("original", "quantised")
+
+Say = Callable[[str], None]
+Tick = Callable[[int, int], None]
+"""Called after each layer with (layers done, layers in all)."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights to make: `options` are what the quantizer was made with, for the run's key and the report."""
+
+    plugin: type[WeightQuant]
+    quantizer: Quantizer
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """`weights` or `kv`, or both in one pass. `feed`: whether a layer reads what the original or the quantised layers
+    before it make of the text. `resume` goes on where a killed run with the same source, text and options stood."""
+
+    weights: Weights | None = None
+    kv: KVOptions | None = None
+    feed: str = "original"
+    device: str = "auto"
+    tokens_at_once: int = TOKENS_AT_ONCE
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is None and self.kv is None:
+            raise ConfigError("nothing to calibrate", need="--quant NAME, --kv-dtype NAME, or both")
+        if self.feed not in FEEDS:
+            raise ConfigError("--feed", have=self.feed, need=" | ".join(FEEDS))
+
+    def key(self, checkpoint_mark: str, texts: Texts) -> str:
+        made = None if self.weights is None else [self.weights.plugin.name, self.weights.options]
+        kv = None if self.kv is None else [self.kv.plugin.name, self.kv.granularity, self.kv.method]
+        text = json.dumps([VERSION, checkpoint_mark, texts.digest, made, kv, self.feed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class MemoryShortError(Exception):
+    """A micro-batch did not fit; the next ones are smaller."""
+
+
+class CalibrationRun:
+    """Runs all layers into a work folder. What is held at a time is one layer and one micro-batch, however much text
+    there is."""
+
+    def __init__(self, checkpoint: Checkpoint, texts: Texts, options: RunOptions, work: Path, mark: str) -> None:
+        """`mark` identifies the checkpoint's contents."""
+        if options.weights is not None and not checkpoint.is_dense():
+            method = checkpoint.quant.method if checkpoint.quant else "integer tensors"
+            raise CheckpointError(f"{checkpoint.folder} is quantised already", have=method, need="a 16-bit checkpoint")
+        self.options, self.texts = options, texts
+        device, info = devices.select_device(options.device)
+        dtype = torch.float32 if device.type == "cpu" else devices.choose_dtype("auto", checkpoint.dtype, info)[0]
+        self.stream = LayerStream(checkpoint, texts.sequences, device, info, dtype, options.tokens_at_once)
+        self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
+        w = options.weights
+        self.quantizer = None if w is None else LayerQuantizer(w.quantizer, w.plugin)
+
+    def plan(self) -> list[str]:
+        """What will be needed, for the start of a run."""
+        stream = self.stream
+        tensors = stream.checkpoint.tensors
+        largest = max(
+            sum(4 * _count(tensors[n].shape) for leaf in layer.leaves for n, _ in leaf.needs() if n in tensors)
+            for layer in stream.layers
+        )
+        hidden = self.texts.tokens * stream.model.hidden_size * 4
+        name = str(stream.dtype).removeprefix("torch.")
+        return [
+            f"{len(stream.layers)} layers, one at a time, on {stream.device.type} in {name}; the largest takes "
+            f"{largest / 2**20:.0f} MiB in float32, whatever the amount of text",
+            f"hidden states of the text lie on disk: {2 * hidden / 2**20:.0f} MiB in {self.work.path}",
+        ]
+
+    def run(self, tick: Tick = lambda done, total: None) -> None:
+        """Do what is left to do."""
+        stream, work = self.stream, self.work
+        total = len(stream.layers)
+        if work.done == 0:
+            stream.embed(work.fresh_hidden(0))
+        tick(work.done, total)
+        for index in range(work.done, total):
+            tensors, facts = self._layer(index)
+            work.save(index, tensors, facts)
+            tick(index + 1, total)
+
+    def _layer(self, index: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        stream, layer = self.stream, self.stream.layers[index]
+        name = layer.attention.attention.name
+        facts: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        twice = self.quantizer is not None and (self.options.kv is not None or self.options.feed == "quantised")
+        observers, seen = self._original(index, keep=self.options.feed == "original", see_kv=not twice)
+        if self.quantizer is not None:
+            result = self.quantizer.run(layer, self._float_tensors(layer), observers)
+            observers.clear()
+            tensors |= result.tensors
+            facts |= {
+                "replaced": result.replaced, "linears": result.linears, "factors": result.factors, "cold": result.cold,
+            }  # fmt: skip
+            if twice:
+                seen = self._quantised(index, result, keep=self.options.feed == "quantised")
+        stream.forget(layer)
+        if self.options.kv is not None:
+            assert seen is not None
+            kv = settle(name, seen, self.options.kv)
+            tensors |= kv.tensors()
+            facts["kv"] = {name: kv.facts()}
+        return tensors, facts
+
+    def _original(self, index: int, keep: bool, see_kv: bool) -> tuple[dict[str, InputObserver], KVObserver | None]:
+        """Run the layer as the checkpoint has it; `keep` its outputs for the next one."""
+        layer = self.stream.layers[index]
+        while True:
+            self.stream.load(layer.leaves)
+            observers: dict[str, InputObserver] = {}
+            if self.quantizer is not None:
+                moment = self.quantizer.calibrated is not None and self.quantizer.calibrated.wants_moment
+                observers = observe(self.quantizer.observed(layer), moment)
+            try:
+                return observers, self._pass(index, keep, see_kv)
+            except MemoryShortError:
+                continue
+
+    def _quantised(self, index: int, result: LayerResult, keep: bool) -> KVObserver | None:
+        """Run the layer with the weights that were made of it."""
+        layer = self.stream.layers[index]
+        while True:
+            self.stream.load(layer.leaves, lambda n: result.meaning[n].to("cpu") if n in result.meaning else
+                             self.stream.checkpoint.read(n))  # fmt: skip
+            try:
+                return self._pass(index, keep, see_kv=True)
+            except MemoryShortError:
+                continue
+
+    def _pass(self, index: int, keep: bool, see_kv: bool) -> KVObserver | None:
+        """One run of all text through a loaded layer. Raises MemoryShortError when smaller micro-batches are to be
+        tried; nothing is counted twice then, since observers and hidden states are made anew."""
+        stream, layer = self.stream, self.stream.layers[index]
+        attention = layer.attention.attention
+        observer = KVObserver(attention.spec) if see_kv and self.options.kv is not None else None
+        after = self.work.fresh_hidden(index + 1) if keep else None
+
+        def each(batch: MicroBatch, before: torch.Tensor, hidden: torch.Tensor) -> None:
+            if after is not None:
+                after.write(batch.first, hidden)
+
+        stream.kv(index).observer = observer
+        try:
+            stream.run(layer, self.work.hidden(index), each)
+        except (torch.OutOfMemoryError, MemoryError) as e:
+            stream.forget(layer)
+            if not stream.halve():
+                raise CapacityError(
+                    f"one sequence of {self.texts.length} tokens does not fit beside layer {index}: {e}",
+                    hint="a smaller --seq-len",
+                ) from e
+            raise MemoryShortError from e
+        finally:
+            stream.kv(index).observer = None
+        return observer
+
+    def _float_tensors(self, layer: DecoderLayer) -> dict[str, torch.Tensor]:
+        stream = self.stream
+        names = dict.fromkeys(n for leaf in layer.leaves for n, _ in leaf.needs() if n in stream.checkpoint.tensors)
+        return {n: stream.checkpoint.read(n).to(stream.device) for n in names}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def kv_facts(work: WorkFolder) -> dict[str, Any]:
+    """Figures of all attention layers, by name."""
+    return {name: f for i in range(work.done) for name, f in work.facts(i).get("kv", {}).items()}
+
+
+__all__ = ["CalibrationRun", "KVLayerResult", "RunOptions", "Weights", "kv_facts"]

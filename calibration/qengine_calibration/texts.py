@@ -1,0 +1,169 @@
+"""Calibration text: the built-in set or a user's file, tokenised, split and packed into sequences of equal length."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qengine.errors import ConfigError, RequestError
+from qengine.text.tokenizer import Tokenizer
+
+BUILT_IN = ("english.txt", "code.txt", "multilingual.txt")
+BREAK = "\n---\n"
+"""Separates the rows of the built-in set and of a .txt file."""
+LEAST_TOKENS = 256
+"""Fewer tell nothing about what a model's activations look like."""
+TEXT_KEYS = ("text", "content", "prompt")
+CHAT_KEYS = ("messages", "conversations")
+
+Row = str | list[dict[str, Any]]
+"""A text, or the messages of a conversation."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids in sequences of at most `length`; only the last may be shorter. `digest` names the ids: the same
+    digest means the same calibration."""
+
+    sequences: list[list[int]]
+    length: int
+    source: str
+    rows_given: int
+    rows_used: int
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+    def describe(self) -> str:
+        return (
+            f"{self.tokens:,} tokens in {len(self.sequences)} sequences of {self.length} from {self.source} "
+            f"({self.rows_used} of {self.rows_given} rows used)"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """For reports: everything but the ids."""
+        out = asdict(self)
+        del out["sequences"]
+        return out | {"num_sequences": len(self.sequences), "tokens": self.tokens}
+
+
+def load_texts(
+    data: str | Path | None, tokenizer: Tokenizer, *, length: int = 512, samples: int | None = None,
+    least_tokens: int = LEAST_TOKENS,
+) -> Texts:
+    """`data` is a .txt, .jsonl or .parquet file, None the built-in set; `samples` the most sequences that are taken.
+
+    Rows are packed one after the other and cut every `length` tokens, so long ones are split and none is padded.
+    Blank rows are not used. Raises ConfigError for a file that cannot be read or holds fewer than `least_tokens`.
+    """
+    rows = built_in_rows() if data is None else read_rows(Path(data))
+    limit = None if samples is None else samples * length
+    ids: list[int] = []
+    given = used = 0
+    for row in rows:
+        given += 1
+        if limit is not None and len(ids) >= limit:
+            continue
+        own = _encode(row, tokenizer)
+        used += bool(own)
+        ids += own
+    ids = ids[:limit]
+    source = "the built-in texts" if data is None else str(data)
+    if len(ids) < least_tokens:
+        raise ConfigError(
+            f"{source}: too little text to calibrate with", have=f"{len(ids)} tokens in {used} of {given} rows",
+            need=f"at least {least_tokens} tokens", hint="more text, or no --data for the built-in texts",
+        )  # fmt: skip
+    digest = hashlib.sha256(json.dumps([length, ids]).encode()).hexdigest()
+    sequences = [ids[i : i + length] for i in range(0, len(ids), length)]
+    return Texts(sequences, length, source, given, used, digest)
+
+
+def built_in_rows() -> Iterator[Row]:
+    folder = resources.files("qengine_calibration") / "data"
+    for name in BUILT_IN:
+        yield from (folder / name).read_text(encoding="utf-8").split(BREAK)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+        ".txt": _text_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows,
+    }  # fmt: skip
+    if path.suffix not in readers:
+        raise ConfigError("--data", have=path.name, need="a .txt, .jsonl or .parquet file")
+    try:
+        yield from readers[path.suffix](path)
+    except OSError as e:
+        raise ConfigError(f"--data {path} cannot be read: {e}") from e
+
+
+def _text_rows(path: Path) -> Iterator[Row]:
+    yield from path.read_text(encoding="utf-8", errors="replace").split(BREAK)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                yield ""
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as e:
+                raise ConfigError(f"{path.name}, line {number} is not JSON: {e}") from e
+            yield _row(value, f"{path.name}, line {number}")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as e:
+        raise ConfigError("reading .parquet needs pyarrow", hint="pip install pyarrow, or a .jsonl file") from e
+    number = 0
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
+        for value in batch.to_pylist():
+            number += 1
+            yield _row(value, f"{path.name}, row {number}")
+
+
+def _row(value: Any, where: str) -> Row:
+    """A JSON string, a list of messages, or an object that holds one of both under a usual name."""
+    if isinstance(value, dict):
+        found = next((value[k] for k in (*CHAT_KEYS, *TEXT_KEYS) if value.get(k) is not None), None)
+        if found is None:
+            raise ConfigError(f"{where} has no text", have=", ".join(value), need=" | ".join(TEXT_KEYS + CHAT_KEYS))
+        value = found
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(m, dict) for m in value):
+        return [_message(m) for m in value]
+    raise ConfigError(f"{where} is neither a text nor a list of messages", have=repr(value)[:60])
+
+
+def _message(m: dict[str, Any]) -> dict[str, Any]:
+    """ShareGPT's from/value as role/content."""
+    if "from" in m and "value" in m:
+        roles = {"human": "user", "gpt": "assistant"}
+        return {"role": roles.get(m["from"], m["from"]), "content": m["value"]}
+    return m
+
+
+def _encode(row: Row, tokenizer: Tokenizer) -> Sequence[int]:
+    """Ids of one row with the special tokens that the model sees; none for a blank one."""
+    if isinstance(row, str):
+        return tokenizer.encode(row.strip("\n")) if row.strip() else []
+    if not row:
+        return []
+    try:
+        text = tokenizer.apply_chat_template(row, add_generation_prompt=False)
+    except RequestError as e:
+        raise ConfigError(f"--data holds conversations: {e}") from e
+    return tokenizer.encode(text, add_special_tokens=False)
