@@ -8,7 +8,7 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
@@ -84,10 +84,10 @@ def default_of(field: dataclasses.Field[Any], opt: Option) -> Any:
     return "auto" if field.default is None and "auto" in (opt.metavar or "") else field.default
 
 
-def add_options(parser: argparse.ArgumentParser, *configs: type) -> None:
-    """Add every option of the config classes, each in its help group, those that are not built last. A flag left out
-    sets nothing, so that a field's default is stated once."""
-    found = [(config, field, opt) for config in configs for field, opt in options(config)]
+def add_options(parser: argparse.ArgumentParser, *configs: type, only: Collection[str] | None = None) -> None:
+    """Add every option of the config classes, or those named by `only`, each in its help group, those that are not
+    built last. A flag left out sets nothing, so that a field's default is stated once."""
+    found = [(c, field, opt) for c in configs for field, opt in options(c) if only is None or field.name in only]
     groups: dict[str, argparse._ArgumentGroup] = {}
     for config, field, opt in sorted(found, key=lambda item: item[2].group == NOT_BUILT):
         if opt.group not in groups:
