@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, UserError
 from qengine.layers.module import ModelContext
 from qengine.layers.moe import ExpertNames
 from qengine.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -45,9 +45,19 @@ def native_builder(config: Any) -> Callable[[ModelContext], Model] | None:
 def build_model(ctx: ModelContext) -> Model:
     """Build the model that `ctx.config` describes: leaves and attention layers are registered, no data is read.
 
-    Raises CheckpointError for what is no causal language model, what the installed transformers does not know, and
-    for config fields that qengine does not implement.
+    Raises CheckpointError for what is no causal language model, what the installed transformers does not know, for
+    config fields that qengine does not implement, and for values that no model can be made of.
     """
+    try:
+        return _built(ctx)
+    except UserError:
+        raise
+    except Exception as e:  # a config.json may hold anything, and everything that is computed from it may fail
+        kind = getattr(ctx.config, "model_type", None)
+        raise CheckpointError(f"config.json makes no {kind} model: {type(e).__name__}: {e}") from e
+
+
+def _built(ctx: ModelContext) -> Model:
     config = ctx.config
     check_causal(config)
     builder = native_builder(config)

@@ -106,8 +106,9 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The model's own float dtype: what config.json states, else that of most of the stored float values."""
-        text = self.raw_config.get("text_config") or {}
-        for value in (self.raw_config.get("dtype"), self.raw_config.get("torch_dtype"), text.get("dtype")):
+        text = self.raw_config.get("text_config")
+        inner = text.get("dtype") if isinstance(text, dict) else None
+        for value in (self.raw_config.get("dtype"), self.raw_config.get("torch_dtype"), inner):
             stated = getattr(torch, str(value).removeprefix("torch."), None)
             if isinstance(stated, torch.dtype) and stated.is_floating_point:
                 return stated

@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.config_checks import check_sizes
 from qengine.runtime.expert_layout import settle_experts
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -22,6 +23,7 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
     under their family's names, see `settle_experts`.
     """
     raw = checkpoint.raw_config
+    check_sizes(raw, checkpoint.tensors)
     if "auto_map" in raw and raw.get("model_type") is None and not trust_remote_code:
         raise CheckpointError("this model brings its own code", hint="--trust-remote-code, if you trust it")
     try:
@@ -47,7 +49,7 @@ def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
     says in so many words that it is not tied: then the head is missing and accounting will say so.
     """
     text = getattr(config, "text_config", None)
-    if text is None or isinstance(text, dict):  # a dict: a model type that has no text_config of its own
+    if not hasattr(text, "tie_word_embeddings"):  # none, or a model type that has no text_config of its own
         text = config
     stated = _stated_flag(checkpoint.raw_config)
     flag = bool(getattr(text, "tie_word_embeddings", False))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qengine.errors import CheckpointError
+from qengine.runtime.weight_files import read_json
 
 KEYS = ("quantization_config", "compression_config")
 """Keys of config.json; compression_config was llm-compressor's first one."""
@@ -49,18 +49,11 @@ def find_quant_config(folder: Path, raw_config: Mapping[str, Any]) -> tuple[Quan
             homes.append((f"config.json text_config.{key}", text.get(key), None))
     for name, method in LEGACY_FILES:
         if (folder / name).is_file():
-            homes.append((name, _read(folder / name), method))
+            homes.append((name, read_json(folder / name), method))
     found = [_named(source, value, method) for source, value, method in homes if value]
     if not found:
         return None, []
     return found[0], [note for other in found[1:] for note in _differences(found[0], other)]
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path.name} cannot be read: {e}") from e
 
 
 def _named(source: str, value: Any, method: str | None) -> QuantConfig:

@@ -47,6 +47,9 @@ CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 """Makes anonymous pages this process's own; Windows knows no other kind."""
 
+MAX_DIMS = 64
+"""Dimensions that torch gives a tensor at most."""
+
 MAX_HEADER = 100_000_000
 """Bytes; the same limit as the safetensors library."""
 
@@ -75,12 +78,16 @@ def read_header(path: Path) -> FileHeader:
             raise _damaged(path, f"its header of {length} bytes does not fit into {size} bytes")
         raw = f.read(length)
     try:
-        entries = json.loads(raw)
-    except ValueError as e:
-        raise _damaged(path, f"its header is not JSON ({e})") from e
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+    except _TwiceError as e:
+        raise _damaged(path, f"its header names {str(e)!r} twice") from e
+    except (ValueError, RecursionError) as e:
+        raise _damaged(path, f"its header is not JSON ({str(e)[:200]})") from e
     if not isinstance(entries, dict):
         raise _damaged(path, "its header is not a JSON object")
     metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise _damaged(path, "its __metadata__ is not a JSON object")
     placed = sorted(((name, *_entry(path, name, e)) for name, e in entries.items()), key=lambda t: (t[2], t[3]))
     data, end = 8 + length, 0
     for name, _, start, stop in placed:
@@ -97,13 +104,33 @@ def read_header(path: Path) -> FileHeader:
     )
 
 
+class _TwiceError(ValueError):
+    """A name comes twice in one JSON object."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different: of equal ones, which json drops, none can be trusted."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _TwiceError(name)
+            seen.add(name)
+    return out
+
+
 def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    if not name.isprintable():
+        raise _damaged(path, f"its header names a tensor {name!r}")
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        info = TensorInfo(name, str(dtype), tuple(int(n) for n in shape))
-        start, stop = int(start), int(stop)
+        fine = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMS
+        if not fine or any(type(n) is not int or n >= 1 << 63 for n in (start, stop, *shape)):
+            raise ValueError
     except (TypeError, KeyError, ValueError) as e:
         raise _damaged(path, f"the header entry of tensor {name} is malformed") from e
+    info = TensorInfo(name, dtype, tuple(shape))
     if info.dtype not in DTYPES:
         raise CheckpointError(
             f"{path.name}: tensor {name} has an unknown dtype", have=info.dtype, need=" | ".join(DTYPES)

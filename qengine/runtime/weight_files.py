@@ -37,7 +37,13 @@ class Kind:
         return sorted(f for f in files if f.endswith(self.suffixes) and not self.no_weights.fullmatch(f))
 
 
-SAFETENSORS = Kind((".safetensors",), "model.safetensors.index.json", "model.safetensors", "gptq_model-")
+SAFETENSORS = Kind(
+    (".safetensors",),
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "gptq_model-",
+    no_weights=re.compile(r"kv_scales\.safetensors"),
+)
 PICKLED = Kind(
     (".bin", ".pt", ".pth", ".ckpt"),
     "pytorch_model.bin.index.json",
@@ -88,6 +94,8 @@ def read_index(path: Path) -> dict[str, str]:
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map", hint=UNFINISHED)
+    if garbled := [name for name in listed if not name.isprintable()]:
+        raise CheckpointError(f"{path.name} names a tensor {garbled[0]!r}", hint=UNFINISHED)
     odd = [name for name, file in listed.items() if not _is_file_name(file)]
     if odd:
         raise CheckpointError(
@@ -100,7 +108,7 @@ def read_index(path: Path) -> dict[str, str]:
 def _is_file_name(value: object) -> bool:
     if not isinstance(value, str) or not 0 < len(value.encode(errors="replace")) <= LONGEST_NAME:
         return False
-    return value not in (".", "..") and not set(value) & set("/\\\0")
+    return value not in (".", "..") and value.isprintable() and not set(value) & set("/\\")
 
 
 def read_json(path: Path) -> dict[str, Any]:
