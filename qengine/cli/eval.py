@@ -47,7 +47,7 @@ class EvalConfig:
     dtype_b: str | None = option(None, "Compute dtype of B (default: --dtype)", group=SETTINGS, choices=DTYPES)
     data: str | None = option(
         None,
-        'A .txt file (rows parted by lines of ---) or .jsonl file ({"text": ...} or {"messages": [...]} a line). '
+        'A .txt (rows parted by lines of ---), .jsonl ({"text": ...} or {"messages": [...]} a line) or .parquet file. '
         "Default: a built-in text of English, code and other languages, over 20,000 tokens",
         group=TEXT,
         metavar="FILE",

@@ -79,7 +79,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: tuple[Path, Path]) -> 
     roots = [source if name == "qengine" else source / name for name in SOURCE_FOLDERS]
     modules = {p.relative_to(root).as_posix() for root in roots for p in root.glob("qengine*/**/*.py")}
     assert {n for n in names if n.endswith(".py")} == modules
-    assert "qengine/py.typed" in names
+    assert {"qengine/py.typed", "qengine_calibration/data/heldout.txt"} <= set(names)
     assert any(n.startswith(info) and n.endswith("LICENSE") for n in names)
 
 
