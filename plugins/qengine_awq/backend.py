@@ -217,7 +217,7 @@ class AwqQuant(WeightQuant):
         return AwqScheme(group_size, zero_point, layout=layout, notes=tuple(notes))
 
     def unread(self, tensor: TensorInfo) -> str | None:
-        if tensor.name.endswith(".scales"):
+        if tensor.name.endswith(".scales") and len(tensor.shape) == 1:  # a linear's have two dimensions
             return (
                 "AutoAWQ divides an activation's output by these scales, which is not done here; what would work: "
                 "a copy of the model in another format"

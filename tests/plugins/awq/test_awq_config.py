@@ -167,6 +167,8 @@ def test_scaled_activations_are_refused() -> None:
     reason = quant.unread(TensorInfo("transformer.h.0.mlp.act.scales", "F16", (512,)))
     assert reason is not None and "activation" in reason
     assert quant.unread(TensorInfo("model.layers.0.mystery.weight", "F16", (3,))) is None
+    # A quantised layer that the config does not count is a stale tensor, no activation.
+    assert quant.unread(TensorInfo("model.layers.9.mlp.up_proj.scales", "F16", (9, 960))) is None
 
 
 @pytest.mark.parametrize("k, rows, want", [(576, 9, 64), (576, 18, 32), (576, 1, -1), (96, 2, 64), (1536, 12, 128)])
