@@ -87,6 +87,13 @@ class EngineConfig:
         flags=("--kv-dtype",),
         metavar="NAME",
     )
+    kv_scales: str | None = option(
+        None,
+        "Calibration file with KV scales, or its folder (see `qengine calibrate`). Default: the one beside the model, "
+        "if there is one",
+        group=MEMORY,
+        metavar="PATH",
+    )
     block_size: int = option(16, "Tokens of one KV block", group=MEMORY)
     gpu_memory_utilization: float = option(
         0.92, "Share of the device's memory that qengine may use, at most what is free at start", group=MEMORY

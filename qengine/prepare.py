@@ -20,7 +20,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     Without a model, the demo model is fetched and converted once. Pickled weights get a safetensors copy in the user's
     cache, made once. A 16-bit checkpoint with a `quantization` whose
     plugin can make its format gets a quantised copy in the user's cache, made once; one whose plugin converts while it
-    loads stays as it is.
+    loads stays as it is. Such a copy, and the demo model, also get KV scales there when the KV dtype takes some.
     """
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder
@@ -39,18 +39,23 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     tokenizer = resolve_folder(config.tokenizer, say=say) if config.tokenizer else folder
     if config.load_format != "dummy":
         folder = with_safetensors(folder, config.load_format, say)
-        folder = _quantised_copy(folder, config.quantization, say)
+        stored, folder = folder, _quantised_copy(folder, config, say)
+        if config.model is None and folder == stored and config.kv_scales is None:
+            from qengine_calibration.prepared import prepared_kv_scales
+
+            prepared_kv_scales(folder, config.kv_cache_dtype, say)
     return dataclasses.replace(config, model=str(folder), tokenizer=str(tokenizer))
 
 
-def _quantised_copy(folder: Path, method: str | None, say: Say) -> Path:
+def _quantised_copy(folder: Path, config: EngineConfig, say: Say) -> Path:
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.checkpoint import Checkpoint
 
+    method = config.quantization
     if method is None or load_plugin("weight", method).quantizes_at_load:
         return folder
     if not Checkpoint.open(folder).is_dense():
         return folder
-    from qengine_calibration.quantize import prepared_copy
+    from qengine_calibration.prepared import prepared_copy
 
-    return prepared_copy(folder, method, say)
+    return prepared_copy(folder, method, say, config.kv_cache_dtype if config.kv_scales is None else "auto")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
@@ -16,12 +19,12 @@ REPORT = "calibration.json"
 
 def write_copy(
     checkpoint: Checkpoint, work: WorkFolder, folder: Path, config: dict[str, Any], copied: list[Path],
-    skip: frozenset[str] = frozenset(),
+    skip: frozenset[str] = frozenset(), extra: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fill `folder` with the checkpoint, the run's tensors in place of those they replace, in file order.
 
-    `config` is its config.json, `copied` are files that come along, `skip` tensors that are left out (KV scales that
-    are written elsewhere).
+    `config` is its config.json, `copied` are files that come along; `skip` are tensors of the checkpoint that are
+    left out, `extra` ones that are added.
     """
     headers = [work.tensors(i) for i in range(work.done)]
     instead: dict[str, list[tuple[int, str]]] = {}
@@ -36,11 +39,8 @@ def write_copy(
             writer.put(name, checkpoint.read(name))
         for i, new in instead.get(name, []):
             writer.put(new, work.read(headers[i], new))
-    used = {n for parts in instead.values() for _, n in parts}
-    for i, header in enumerate(headers):
-        for name in header.tensors:
-            if name not in used and name not in skip:
-                writer.put(name, work.read(headers[i], name))
+    for name, value in (extra or {}).items():
+        writer.put(name, value)
     writer.finish()
     write_json(folder / "config.json", config)
     for path in copied:

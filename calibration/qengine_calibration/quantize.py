@@ -12,26 +12,21 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from qengine.errors import CheckpointError, ConfigError
 from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
 from qengine.models.registry import build_model
 from qengine.plugin import DeviceInfo, LinearSpec, Quantizer
-from qengine.plugin.discovery import load_plugin
-from qengine.runtime.cache_dir import building, cache_root, short_name
+from qengine.runtime.cache_dir import building
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
 from qengine.runtime.model_config import load_config
-from qengine.runtime.quant_select import DENSE
 
-VERSION = 1
+VERSION = 2
 """Changes when the same source would give another copy; part of the fingerprint."""
 
 GROUP_SIZES = (128, 64, 32)
@@ -42,50 +37,13 @@ MAX_WORKERS = 8
 
 COPIED = (".json", ".jinja", ".txt", ".model")
 COPIED_NAMES = ("LICENSE", "NOTICE")
-NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+NOT_COPIED = (
+    "config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "kv_scales.json",
+    "calibration.json",
+)  # fmt: skip
 
-Say = Callable[[str], None]
 Tick = Callable[[int, int], None]
 """Called after each tensor with (tensors done, tensors in all)."""
-
-
-def prepared_copy(folder: Path, method: str, say: Say = lambda line: None) -> Path:
-    """The quantised copy of a 16-bit checkpoint in the user's cache, made when it is not there yet.
-
-    The copy's name holds a fingerprint of the source: an edited source gets a new copy. Raises ConfigError when
-    `method`'s plugin cannot make its format or the model's shapes fit no group size.
-    """
-    if method == DENSE:
-        return folder
-    plugin = load_plugin("weight", method)
-    if plugin.quantizer() is None:
-        raise ConfigError(
-            f"{folder} is a 16-bit checkpoint, and {method} weights cannot be made from it",
-            hint=f"a checkpoint that is stored as {method}",
-        )
-    checkpoint = Checkpoint.open(folder)
-    specs, _ = linear_specs(checkpoint)
-    group = group_size(list(specs.values()))
-    quantizer = plugin.quantizer(group_size=group)
-    assert quantizer is not None
-    target = cache_root() / "quantised" / f"{short_name(folder)}-{method}-g{group}-{fingerprint(checkpoint)}"
-    if target.is_dir():
-        say(f"using the {method} copy made before: {target}")
-        return target
-    say(f"{folder} is 16-bit: making a copy with {method} weights, group size {group} (once): {target}")
-    with _bar() as tick:
-        quantize_checkpoint(folder, target, quantizer, tick)
-    before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
-    say(f"the copy is ready: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f} MiB")
-    return target
-
-
-@contextmanager
-def _bar() -> Iterator[Tick]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("quantise", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: Tick | None = None) -> None:

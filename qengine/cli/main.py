@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from qengine import __version__
 from qengine.cli import eval as eval_command
-from qengine.cli import inspect, plugins, pull, serve
+from qengine.cli import calibrate, inspect, plugins, pull, serve
 from qengine.cli.options import Parser, dashed, refuse_unknown
 from qengine.errors import UserError
 
-COMMANDS = (serve, pull, plugins, inspect, eval_command)
+COMMANDS = (serve, pull, plugins, inspect, calibrate, eval_command)
 DEBUG_ENV = "QENGINE_DEBUG"
 USER_ERROR = 2
 INTERRUPTED = 130

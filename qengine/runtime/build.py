@@ -40,6 +40,7 @@ from qengine.runtime.facts import EngineFacts
 from qengine.runtime.graphs import capture_decodes, graph_bytes
 from qengine.runtime.kv_cache import KVCache, allocate, layer_layouts
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
+from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.loader import LoadPlan, LoadReport, load, resolve
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import QuantChoice, select_quant
@@ -146,7 +147,9 @@ def decide(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Built:
     source = (
         dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed) if dummy else checkpoint
     )
-    scales = resolve_kv_scales(source, model.attention, kv, checkpoint.quant.config if checkpoint.quant else None)
+    sidecar = None if dummy else read_sidecar(config.kv_scales, checkpoint)
+    stored = checkpoint.quant.config if checkpoint.quant else None
+    scales = resolve_kv_scales(source, model.attention, kv, stored, sidecar)
     plan_load = functools.partial(
         resolve, source=source, quant=choice.quant, dense=choice.dense, info=info, dtype=dtype, consumed=scales.consumed
     )

@@ -6,8 +6,8 @@ dequantise; it has to be finite and above MIN_SCALE.
 
 Where a layer's K or V has several, the first of these counts, and the report says which:
 
-1. a calibration file made for this model (nothing reads or writes one yet; it comes before the checkpoint because
-   somebody chose it, and then the checkpoint's scales are not looked at)
+1. a calibration file made for this model and KV dtype (--kv-scales, else beside the model; see `kv_sidecar`); it comes
+   before the checkpoint because somebody made it for this, and then the checkpoint's scales are not looked at
 2. the attention module's own: k_scale, attn.k_scale, k_cache.scale
 3. its projections': k_proj.k_scale, qkv_proj.k_scale
 4. a projection's output scale: k_proj.output_scale (measured before rotary embedding)
@@ -32,6 +32,7 @@ from qengine.layers.attention import Attention
 from qengine.plugin import KVDtype, KVScales
 from qengine.runtime.accounting import first_names
 from qengine.runtime.kv_cache import default_scales
+from qengine.runtime.kv_sidecar import KVSidecar
 from qengine.runtime.survey import TensorSource, grouped
 
 MIN_SCALE = 1e-6
@@ -84,8 +85,10 @@ def resolve_kv_scales(
     layers: Sequence[Attention],
     plugin: KVDtype,
     config: Mapping[str, Any] | None = None,
+    sidecar: KVSidecar | None = None,
 ) -> ResolvedScales:
-    """Find, read and check the scales of every layer. `config` is the checkpoint's quantisation config, as a check.
+    """Find, read and check the scales of every layer. `config` is the checkpoint's quantisation config, as a check;
+    `sidecar` a calibration file.
 
     Raises CheckpointError for scales that belong to no attention layer; and, where `plugin` takes scales, for ones that
     only some layers or only K or V have, that contradict each other, are made for another kind of cache, have an odd
@@ -114,7 +117,10 @@ def resolve_kv_scales(
             f"{len(unused)} scales of quantised queries or probabilities are not needed: attention computes in "
             f"16 bits or more ({first_names(unused, 2)})"
         )
-    if found and plugin.max_value is None:
+    if sidecar is not None and _calibrated(out, sidecar, known, plugin):
+        if found:
+            out.notes.append(f"KV scales in the checkpoint are not used: those of {sidecar.path} are")
+    elif found and plugin.max_value is None:
         out.notes.append(
             f"KV scales in the checkpoint are not used: KV dtype {plugin.name} stores values unscaled "
             "(--kv-dtype fp8 uses them)"
@@ -126,6 +132,26 @@ def resolve_kv_scales(
     elif _promised(config):
         out.warnings.append("the checkpoint's config speaks of a quantised KV cache, but the file holds no KV scales")
     return out
+
+
+def _calibrated(
+    out: ResolvedScales, sidecar: KVSidecar, known: Mapping[str, Attention], plugin: KVDtype
+) -> bool:
+    """Take the scales of a calibration file; False when it is not for this KV dtype."""
+    if plugin.max_value is None:
+        out.notes.append(f"{sidecar.path} is not used: KV dtype {plugin.name} stores values unscaled")
+        return False
+    if sidecar.kv_dtype != plugin.name:
+        out.warnings.append(f"{sidecar.path} is for KV dtype {sidecar.kv_dtype}, not {plugin.name}: it is not used")
+        return False
+    need = {f"{name}.{leaf}" for name in known for leaf in ("k_scale", "v_scale")}
+    if need != set(sidecar.tensors):
+        odd = first_names(sorted(need ^ set(sidecar.tensors)))
+        raise CheckpointError(f"{sidecar.path} does not hold the scales of this model's layers: {odd}")
+    for name, layer in known.items():
+        k, v = (_read(f"{name}.{leaf}", sidecar, layer.spec.num_kv_heads, plugin) for leaf in ("k_scale", "v_scale"))
+        out.scales[name] = KVScales(k, v, sidecar.source)
+    return True
 
 
 def _owner(name: str, known: Mapping[str, Attention]) -> tuple[str, str]:

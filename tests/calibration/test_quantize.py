@@ -16,8 +16,9 @@ from qengine.runtime.cache_dir import VARIABLE
 from qengine.runtime.checkpoint import Checkpoint
 from qengine_awq.backend import AwqQuant
 from qengine_awq.quantizer import AwqQuantizer
-from qengine_calibration import quantize
-from qengine_calibration.quantize import fingerprint, group_size, prepared_copy, quantize_checkpoint
+from qengine_calibration import prepared
+from qengine_calibration.prepared import prepared_copy
+from qengine_calibration.quantize import fingerprint, group_size, quantize_checkpoint
 from torch_kv import PagedRun
 from toy_models import make_succ, make_tiny, make_tiny_awq, write_model
 
@@ -155,9 +156,10 @@ def test_prepared_copy_is_made_once_and_again_for_another_source(
     source = make_tiny(tmp_path / "source", dtype="float16")
     said: list[str] = []
     copy = prepared_copy(source, "awq", said.append)
-    assert copy.parent == tmp_path / "cache" / "quantised" and copy.name.startswith("source-awq-g128-")
-    assert len(said) == 2 and "group size 128" in said[0]
-    monkeypatch.setattr(quantize, "quantize_checkpoint", lambda *a: pytest.fail("made twice"))
+    assert copy.parent == tmp_path / "cache" / "quantised" and copy.name.startswith("source-awq-g128-calibrated-")
+    assert "group size 128" in said[0] and "calibrated with" in said[1] and "tokens of the built-in texts" in said[1]
+    for maker in ("make_copy", "quantize_checkpoint"):
+        monkeypatch.setattr(prepared, maker, lambda *a, **k: pytest.fail("made twice"))
     assert prepared_copy(source, "awq", said.append) == copy
     assert "made before" in said[-1]
     mark = fingerprint(Checkpoint.open(source))

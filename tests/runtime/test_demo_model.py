@@ -12,7 +12,7 @@ from qengine.plugin import LinearSpec
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.demo import demo_folder
 from qengine_awq.backend import AwqQuant
-from qengine_calibration.quantize import prepared_copy
+from qengine_calibration.prepared import prepared_copy
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,159 @@
+"""What `qengine calibrate` makes: a quantised folder, KV scales beside a model or inside a copy of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qengine.errors import ConfigError
+from qengine.plugin.discovery import load_plugin
+from qengine.runtime.cache_dir import building
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.checkpoint_writer import write_json
+from qengine.runtime.kv_scales import LOOKS_LIKE
+from qengine.runtime.kv_sidecar import model_fingerprint, write_sidecar
+from qengine_calibration.kv_scales import KVOptions
+from qengine_calibration.output import REPORT, write_copy
+from qengine_calibration.quantize import copied_files, group_size, linear_specs
+from qengine_calibration.run import CalibrationRun, RunOptions, Weights, kv_facts
+from qengine_calibration.texts import Texts
+from qengine_calibration.work import WorkFolder
+
+Say = Callable[[str], None]
+Tick = Callable[[int, int], None]
+
+
+def weights_option(method: str, **options: Any) -> Weights:
+    """A plugin's quantizer with the given options (None: the plugin's default). Raises ConfigError for a format that
+    cannot be made here and for options that it does not know."""
+    plugin = load_plugin("weight", method)
+    given = {k: v for k, v in options.items() if v is not None}
+    try:
+        quantizer = plugin.quantizer(**given)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"{method}: {e}") from e
+    if quantizer is None:
+        raise ConfigError(f"{method} weights cannot be made, only read")
+    return Weights(plugin, quantizer, given)
+
+
+def fitting_weights(folder: Path, method: str, options: Mapping[str, Any]) -> Weights:
+    """`weights_option` with the largest group size that fits the model, where the format has groups and none is
+    asked for."""
+    given = dict(options)
+    probe = load_plugin("weight", method).quantizer()
+    takes_groups = probe is not None and "group_size" in inspect.signature(type(probe)).parameters
+    if takes_groups and given.get("group_size") is None:
+        specs, _ = linear_specs(Checkpoint.open(folder))
+        given["group_size"] = group_size(list(specs.values()))
+    return weights_option(method, **given)
+
+
+def work_folder(target: Path) -> Path:
+    """Where a run keeps what it has finished; beside its result."""
+    return target.with_name(f".{target.name}.calibration")
+
+
+def make_copy(
+    source: Path, target: Path, texts: Texts, options: RunOptions, *, embed: bool = False,
+    say: Say = lambda line: None, tick: Tick = lambda done, total: None,
+) -> dict[str, Any]:
+    """Write `target`, a copy of `source` with the weights that `options` ask for, its KV scales, or both; returns what
+    was measured, which also lies in the copy as calibration.json.
+
+    KV scales go into a calibration file in the copy, or with `embed` into its weights, as k_scale and v_scale.
+    `target` appears when it is complete. Raises ConfigError when it is there already.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} is there already", hint="another --out, or removing it")
+    checkpoint = Checkpoint.open(source)
+    with building(target) as partial:
+        if partial is None:
+            raise ConfigError(f"{target} was made by another process meanwhile")
+        run = CalibrationRun(checkpoint, texts, options, work_folder(target), model_fingerprint(checkpoint))
+        _begin(run, texts, say)
+        run.run(tick)
+        config, scales = dict(checkpoint.raw_config), kv_tensors(run.work)
+        if options.weights is not None:
+            skipped = skipped_modules(checkpoint, options.weights)
+            config["quantization_config"] = options.weights.quantizer.config(skipped)
+        old = frozenset(n for n in checkpoint.tensors if scales and LOOKS_LIKE.search(n))
+        write_copy(checkpoint, run.work, partial, config, copied_files(source), old, scales if embed else None)
+        facts = report(run, texts, options)
+        write_json(partial / REPORT, facts)
+        if scales and not embed:
+            assert options.kv is not None
+            write_sidecar(partial, model_fingerprint(Checkpoint.open(partial)), scales, kv_report(run, texts, options))
+    run.work.remove()
+    return facts
+
+
+def make_kv_scales(
+    source: Path, folder: Path, texts: Texts, options: RunOptions, *, say: Say = lambda line: None,
+    tick: Tick = lambda done, total: None,
+) -> dict[str, Any]:
+    """Write the KV calibration file of `source` into `folder`; returns what was measured."""
+    checkpoint = Checkpoint.open(source)
+    mark = model_fingerprint(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = CalibrationRun(checkpoint, texts, options, folder / ".kv_scales.calibration", mark)
+    _begin(run, texts, say)
+    run.run(tick)
+    path = write_sidecar(folder, mark, kv_tensors(run.work), kv_report(run, texts, options))
+    say(f"KV scales: {path}")
+    facts = report(run, texts, options)
+    run.work.remove()
+    return facts
+
+
+def _begin(run: CalibrationRun, texts: Texts, say: Say) -> None:
+    say(f"calibrating with {texts.describe()}")
+    for line in run.plan():
+        say(line)
+    if run.work.done:
+        say(f"going on behind layer {run.work.done}, where an earlier run stopped")
+
+
+def skipped_modules(checkpoint: Checkpoint, weights: Weights) -> list[str]:
+    """Modules that stay as they are, for the copy's config."""
+    specs, dense = linear_specs(checkpoint)
+    return dense + [spec.name for spec in specs.values() if weights.quantizer.accepts(spec) is not None]
+
+
+def kv_tensors(work: WorkFolder) -> dict[str, torch.Tensor]:
+    """k_scale and v_scale of every layer."""
+    out: dict[str, torch.Tensor] = {}
+    for i in range(work.done):
+        if work.facts(i).get("kv"):
+            header = work.tensors(i)
+            out |= {n: work.read(header, n) for n in header.tensors if LOOKS_LIKE.search(n)}
+    return out
+
+
+def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
+    kv = options.kv
+    assert isinstance(kv, KVOptions)
+    return {
+        "kv_dtype": kv.plugin.name, "method": kv.method, "granularity": kv.granularity, "text": texts.facts(),
+        "layers": kv_facts(run.work),
+    }  # fmt: skip
+
+
+def report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
+    """All figures of a run as plain data: the text, each linear's errors, tokens of those that saw few, KV figures."""
+    facts = [run.work.facts(i) for i in range(run.work.done)]
+    out: dict[str, Any] = {"text": texts.facts(), "feed": options.feed}
+    if options.weights is not None:
+        out["weights"] = {"format": options.weights.plugin.name, "options": options.weights.options}
+        out["linears"] = {name: f for layer in facts for name, f in layer["linears"].items()}
+        out["factors"] = {name: f for layer in facts for name, f in layer["factors"].items()}
+        out["cold"] = {name: n for layer in facts for name, n in layer["cold"].items()}
+    if options.kv is not None:
+        out["kv"] = kv_report(run, texts, options)
+        del out["kv"]["text"]
+    return out
+

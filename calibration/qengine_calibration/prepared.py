@@ -1,0 +1,118 @@
+"""The copies that serving makes by itself, in the user's cache: quantised weights, and KV scales beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qengine.errors import ConfigError, UserError
+from qengine.models.registry import native_builder
+from qengine.plugin import CalibratedQuantizer, KVDtype, LinearSpec, WeightQuant
+from qengine.plugin.discovery import load_plugin
+from qengine.runtime.cache_dir import cache_root, short_name
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.device import select_device
+from qengine.runtime.kv_sidecar import read_sidecar
+from qengine.runtime.model_config import load_config
+from qengine.runtime.quant_select import DENSE
+from qengine.text.tokenizer import Tokenizer
+from qengine_calibration.kv_scales import KVOptions
+from qengine_calibration.make import make_copy, make_kv_scales, weights_option
+from qengine_calibration.progress import bar
+from qengine_calibration.quantize import fingerprint, group_size, linear_specs, quantize_checkpoint
+from qengine_calibration.run import RunOptions
+from qengine_calibration.texts import Texts, load_texts
+
+MOST_WEIGHTS_ON_CPU = 400_000_000
+"""Models with more are not calibrated unasked on a CPU: it would take longer than one waits for a server."""
+
+Say = Callable[[str], None]
+
+
+def prepared_copy(folder: Path, method: str, say: Say = lambda line: None, kv_dtype: str = "auto") -> Path:
+    """The quantised copy of a 16-bit checkpoint in the user's cache, made when it is not there yet.
+
+    Where the format calibrates, the model is of a native family and not too large for this machine, the built-in texts
+    are used; else the weights alone. The copy's name holds a fingerprint of the source: an edited source gets a new
+    copy. With a `kv_dtype` that takes scales, calibrated copies get those, too. Raises ConfigError when `method`'s
+    plugin cannot make its format or the model's shapes fit no group size.
+    """
+    if method == DENSE:
+        return folder
+    plugin = load_plugin("weight", method)
+    if plugin.quantizer() is None:
+        raise ConfigError(
+            f"{folder} is a 16-bit checkpoint, and {method} weights cannot be made from it",
+            hint=f"a checkpoint that is stored as {method}",
+        )
+    checkpoint = Checkpoint.open(folder)
+    specs = list(linear_specs(checkpoint)[0].values())
+    group = group_size(specs)
+    texts, reason = _texts(checkpoint, plugin, specs)
+    how = "rounded" if texts is None else "calibrated"
+    name = f"{short_name(folder)}-{method}-g{group}-{how}-{fingerprint(checkpoint)}"
+    target = cache_root() / "quantised" / name
+    if target.is_dir():
+        say(f"using the {method} copy made before ({how}{reason}): {target}")
+    else:
+        say(f"{folder} is 16-bit: making a copy with {method} weights, group size {group} (once): {target}")
+        say(f"{method} weights, {how}{reason}")
+        if texts is None:
+            with bar("quantise") as tick:
+                quantize_checkpoint(folder, target, weights_option(method, group_size=group).quantizer, tick)
+        else:
+            options = RunOptions(weights_option(method, group_size=group), _kv_options(kv_dtype), resume=True)
+            with bar("calibrate") as tick:
+                make_copy(folder, target, texts, options, say=say, tick=tick)
+        before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
+        say(f"the copy is ready: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f} MiB")
+    if texts is not None:
+        prepared_kv_scales(target, kv_dtype, say, texts)
+    return target
+
+
+def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None, texts: Texts | None = None) -> None:
+    """Put KV scales beside a model that lies in the cache, unless it has some for this KV dtype or the dtype takes
+    none."""
+    options = _kv_options(kv_dtype)
+    if options is None:
+        return
+    checkpoint = Checkpoint.open(folder)
+    try:
+        found = read_sidecar(None, checkpoint)
+    except UserError:
+        found = None  # of an earlier version, or cut off: made anew
+    if found is not None and found.kv_dtype == options.plugin.name:
+        return
+    say(f"measuring scales for the {options.plugin.name} KV cache (once)")
+    texts = texts or load_texts(None, Tokenizer.load(folder))
+    with bar("KV scales") as tick:
+        make_kv_scales(folder, folder, texts, RunOptions(kv=options, resume=True), say=say, tick=tick)
+
+
+def _kv_options(kv_dtype: str) -> KVOptions | None:
+    plugin: KVDtype = load_plugin("kv", kv_dtype)()
+    if plugin.max_value is None:
+        return None
+    return KVOptions(plugin, "head" if "head" in plugin.scale_granularity else "tensor")
+
+
+def _texts(
+    checkpoint: Checkpoint, plugin: type[WeightQuant], specs: list[LinearSpec]
+) -> tuple[Texts | None, str]:
+    """The built-in texts where they are to be used, and what to say about it."""
+    if not isinstance(plugin.quantizer(), CalibratedQuantizer):
+        return None, ""
+    if native_builder(load_config(checkpoint)) is None:
+        return None, " from the weights alone: only the native model families are calibrated"
+    size = sum(s.in_features * s.out_features for s in specs)
+    if select_device("auto")[0].type == "cpu" and size > MOST_WEIGHTS_ON_CPU:
+        return None, (
+            f" from the weights alone: {size / 1e9:.1f} billion weights take long to calibrate on a CPU "
+            "(`qengine calibrate` does it, with better results)"
+        )
+    try:
+        texts = load_texts(None, Tokenizer.load(checkpoint.folder))
+    except UserError as e:
+        return None, f" from the weights alone: the built-in texts cannot be used ({e})"
+    return texts, f" with {texts.tokens:,} tokens of the built-in texts"

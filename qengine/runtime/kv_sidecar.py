@@ -1,0 +1,132 @@
+"""The calibration file: KV scales that `qengine calibrate` measured, beside a model or anywhere else.
+
+Two files: kv_scales.safetensors holds "<attention layer>.k_scale" and ".v_scale" (float32, one value or one per KV
+head), kv_scales.json says what they are for: the KV dtype, the method, the text, figures, and the fingerprint of the
+model that they were measured on. The JSON is written last and names the other file's hash, so that a pair is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qengine.errors import CheckpointError
+from qengine.plugin import TensorInfo
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.checkpoint_writer import write_json, write_safetensors
+from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor
+
+TENSORS, FACTS = "kv_scales.safetensors", "kv_scales.json"
+FORMAT = "qengine kv scales 1"
+SAMPLES, SAMPLE_BYTES = 64, 1024
+"""Of each weight file, so much is hashed at evenly spread places."""
+IGNORED_CONFIG = ("_name_or_path", "transformers_version", "quantization_config")
+AGAIN = "qengine calibrate for this model, or no kv_scales files beside it"
+
+
+@dataclass
+class KVSidecar:
+    """`facts` is kv_scales.json. A source of tensors, like a checkpoint."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    header: FileHeader
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> torch.Tensor:
+        return read_tensor(self.header, name)
+
+    def file_position(self, name: str) -> tuple[str, int]:
+        return self.path.name, self.header.spans[name][0]
+
+    @property
+    def kv_dtype(self) -> str:
+        return str(self.facts.get("kv_dtype"))
+
+    @property
+    def source(self) -> str:
+        """For the start-up report."""
+        text = self.facts.get("text") or {}
+        return (
+            f"calibration file {self.path} ({self.facts.get('method')}, per {self.facts.get('granularity')}, "
+            f"{text.get('tokens')} tokens)"
+        )
+
+
+def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar | None:
+    """The calibration file in `place` (a folder, or one of the two files), or beside the model where `place` is None;
+    None when there is none beside it.
+
+    Raises CheckpointError when a file that was named is missing, when the pair is damaged, or when it was made for
+    another model.
+    """
+    folder = checkpoint.folder if place is None else Path(place)
+    if folder.name in (TENSORS, FACTS):
+        folder = folder.parent
+    path, about = folder / TENSORS, folder / FACTS
+    if not path.is_file() or not about.is_file():
+        if place is None and not path.is_file():
+            return None
+        gone = TENSORS if not path.is_file() else FACTS
+        raise CheckpointError(f"KV scales: {folder} holds no {gone}", need=f"{TENSORS} and {FACTS}", hint=AGAIN)
+    try:
+        facts = json.loads(about.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{about} cannot be read: {e}", hint=AGAIN) from e
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise CheckpointError(f"{about} is no calibration file that this version reads", need=FORMAT, hint=AGAIN)
+    if facts.get("sha256") != file_hash(path):
+        raise CheckpointError(f"{path} is not the file that {FACTS} describes", hint=AGAIN)
+    if facts.get("model") != model_fingerprint(checkpoint):
+        raise CheckpointError(
+            f"{path} was made for another model, or the model has changed since", have=facts.get("model"),
+            need=model_fingerprint(checkpoint), hint=AGAIN,
+        )  # fmt: skip
+    header = read_header(path)
+    return KVSidecar(path, facts, header, header.tensors)
+
+
+def write_sidecar(
+    folder: Path, model: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> Path:
+    """Write both files, each renamed into its place when complete. `model` is the fingerprint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, about = folder / TENSORS, folder / FACTS
+    about.unlink(missing_ok=True)
+    partial = folder / f".{TENSORS}.partial"
+    write_safetensors(partial, tensors)
+    digest = file_hash(partial)
+    partial.rename(path)
+    partial = folder / f".{FACTS}.partial"
+    write_json(partial, {"format": FORMAT, "model": model, "sha256": digest, **facts})
+    partial.rename(about)
+    return path
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def model_fingerprint(checkpoint: Checkpoint) -> str:
+    """Names a model by what it is, not by where it lies: its config, and every weight file's size, header and samples
+    of its data. A copy has the same, a fine-tuned or requantised one another."""
+    config = {k: v for k, v in checkpoint.raw_config.items() if k not in IGNORED_CONFIG}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in sorted({checkpoint.file_position(name)[0] for name in checkpoint.tensors}):
+        path = checkpoint.folder / file
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            digest.update(f"{size} {length}".encode() + f.read(length))
+            first = 8 + length
+            for i in range(SAMPLES):
+                f.seek(first + (size - first) * i // SAMPLES)
+                digest.update(f.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
