@@ -32,6 +32,16 @@ class EvalConfig:
         metavar="NAME",
     )  # fmt: skip
     kv_dtype_a: str = option("auto", "KV dtype of A, the reference", group=SETTINGS, metavar="NAME")
+    kv_scales_b: str | None = option(
+        None,
+        "Calibration file with KV scales of B, or its folder (default: A's for one model, else the one beside it)",
+        group=SETTINGS,
+        flags=("--kv-scales",),
+        metavar="PATH",
+    )
+    kv_scales_a: str | None = option(
+        None, "Calibration file with KV scales of A (default: the one beside the model)", group=SETTINGS, metavar="PATH"
+    )
     quant_b: str | None = option(
         None,
         "Weight format of B. Default: what MODEL_B says, or A's where there is one model",
@@ -117,11 +127,15 @@ def sides(options: EvalConfig, shared: EngineConfig, model_a: str | None, model_
     """A's config, and B's unless it would be the same run."""
     a = dataclasses.replace(
         shared, model=model_a, quantization=options.quant_a, kv_cache_dtype=options.kv_dtype_a,
-        dtype=options.dtype_a or options.dtype,
+        kv_scales=options.kv_scales_a, dtype=options.dtype_a or options.dtype,
     )  # fmt: skip
     same = model_b is None
     b = dataclasses.replace(
-        a, model=model_a if same else model_b, quantization=options.quant_b or (a.quantization if same else None),
-        kv_cache_dtype=options.kv_dtype_b or a.kv_cache_dtype, dtype=options.dtype_b or options.dtype,
-    )  # fmt: skip
+        a,
+        model=model_a if same else model_b,
+        quantization=options.quant_b or (a.quantization if same else None),
+        kv_cache_dtype=options.kv_dtype_b or a.kv_cache_dtype,
+        kv_scales=options.kv_scales_b or (a.kv_scales if same else None),
+        dtype=options.dtype_b or options.dtype,
+    )
     return [a] if same and a == b else [a, b]

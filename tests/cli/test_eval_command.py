@@ -97,3 +97,13 @@ def test_no_matplotlib_is_said_before_the_work(
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     assert main(["eval", str(tiny), "--html", str(tmp_path / "x.html")]) == 2
     assert "qengine-llm[report]" in capsys.readouterr().err and not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "want"),
+    [("--kv-scales s", [None, "s"]), ("--kv-scales-a s", ["s"]), ("--kv-scales-a s --kv-scales-b t", ["s", "t"])],
+)
+def test_calibration_files(argv: str, want: list[str | None]) -> None:
+    args, _ = build_parser()[0].parse_known_args(["eval", *argv.split()])
+    options = config_from(command.EvalConfig, args)
+    assert [c.kv_scales for c in command.sides(options, EngineConfig(), None, None)] == want
