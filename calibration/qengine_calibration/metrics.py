@@ -42,9 +42,12 @@ def compare(a: torch.Tensor, b: torch.Tensor | None, targets: torch.Tensor) -> P
     agree = (a.argmax(-1) == b.argmax(-1)).float()
     log_b = b.log_softmax(-1)
     nll_b = -log_b.gather(1, index).squeeze(1)
-    impossible = torch.isneginf(log_a)
+    # Only logits of -inf give a probability of exactly zero here; looking for one is cheaper than masking always.
+    impossible = torch.isneginf(log_a) if bool(torch.isinf(log_a.amin())) else None
     difference = log_b.neg_().add_(log_a)  # in place: log_b isn't needed any more
-    weighted = difference.mul_(log_a.exp_()).masked_fill_(impossible, 0.0)  # 0 log 0 = 0
+    weighted = difference.mul_(log_a.exp_())
+    if impossible is not None:
+        weighted.masked_fill_(impossible, 0.0)  # 0 log 0 = 0
     return Positions(nll_a, nll_b, weighted.sum(-1).clamp_min(0.0), agree)
 
 
