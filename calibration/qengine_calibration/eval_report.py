@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from qengine_calibration.report import Heading, Part, Picture, Table, Text, draw
 TITLE = "qengine eval"
 BINS = 60
 PLACE_GROUPS = 32
+PATH = re.compile(r"/\S*/")
+"""Folders in the source of KV scales: too long for a table, complete in the JSON."""
 FLOOR = 1e-8
 """Smallest KL that the logarithmic plots show."""
 
@@ -26,7 +29,7 @@ def rows_of_sides(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         ["weights", *(s["weights"] for s in sides)],
         ["weights in memory", *(gib(s["weights_bytes"]) for s in sides)],
         ["KV dtype", *(s["kv_dtype"] for s in sides)],
-        ["KV scales, layers x source", *(s["kv_scale_sources"] for s in sides)],
+        ["KV scales, layers x source", *(PATH.sub("", s["kv_scale_sources"]) for s in sides)],
         ["KV bytes for one token", *(f"{s['kv_bytes_per_token']:,.0f}" for s in sides)],
         ["compute dtype", *(s["dtype"] for s in sides)],
         ["device", *(s["device"] for s in sides)],

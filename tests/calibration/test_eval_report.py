@@ -18,7 +18,7 @@ from qengine_calibration.evaluate import Evaluation
 SIDE = {
     "model": "<b>&model", "folder": "x", "weights": "14 x awq 4-bit g64", "weights_bytes": 1 << 30,
     "kv_dtype": "fp8_e4m3", "kv_bytes_per_token": 512.0, "kv_scales": ["KV scales, all 2 layers: k=1"],
-    "kv_scale_sources": "2 x default 1.0", "dtype": "float16", "device": "cpu",
+    "kv_scale_sources": "2 x calibration file /a/b/kv_scales.safetensors (mse)", "dtype": "float16", "device": "cpu",
 }  # fmt: skip
 DATA = {
     "source": "text.txt", "sha256": "0" * 64, "rows_given": 9, "rows_used": 7, "tokens": 1010, "max_tokens": 4096,
@@ -79,6 +79,7 @@ def test_lines_are_aligned_and_hold_the_figures() -> None:
     assert "top-1 agreement                 100.00 %" in out
     assert "perplexity of B over A's        1.01005" in out
     assert out[-1] == "note: a note"
+    assert any("2 x calibration file kv_scales.safetensors (mse)" in line for line in out)
     first = [line for line in out[:9] if line]
     assert len({line.rindex("  ") for line in first if line.startswith(("KV dtype", "compute"))}) == 1
 
