@@ -24,6 +24,7 @@ from qengine.runtime.build import Built, decide
 from qengine.runtime.device_matrix import Answer, Target, kv_answers, kv_plugins, scheme_answers, targets
 from qengine.runtime.header_checkpoint import HeaderCheckpoint
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
+from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import QuantChoice, select_quant
 from qengine.runtime.safetensors_file import tensor_bytes
@@ -186,12 +187,13 @@ def _compare(out: Inspection, checkpoint: HeaderCheckpoint, found: Survey) -> No
 def _scales(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint, model: Model) -> ResolvedScales:
     """The KV scales for the chosen KV dtype; the report shows those that a dtype with scales would get."""
     settings = checkpoint.quant.config if checkpoint.quant else None
+    sidecar = read_sidecar(config.kv_scales, checkpoint)
     chosen = load_plugin("kv", config.kv_cache_dtype)()
     before = len(checkpoint.wanted)
     taking = chosen if chosen.max_value is not None else _with_scales()
     if taking is not None:
         try:
-            shown = resolve_kv_scales(checkpoint, model.attention, taking, settings)
+            shown = resolve_kv_scales(checkpoint, model.attention, taking, settings, sidecar)
             for name, own in shown.scales.items():
                 out.kv_scales.setdefault(own.source, []).append(name)
             out.kv_notes += shown.notes + shown.warnings
@@ -199,7 +201,7 @@ def _scales(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint,
             out.kv_notes.append(f"--kv-dtype {taking.name} is refused: {e}")
     if asked := checkpoint.wanted[before:]:
         out.unchecked.append(f"values of {len(asked)} KV scales and zero points: finite, positive, symmetric, agreeing")
-    return resolve_kv_scales(checkpoint, model.attention, chosen, settings)
+    return resolve_kv_scales(checkpoint, model.attention, chosen, settings, sidecar)
 
 
 def _with_scales() -> KVDtype | None:

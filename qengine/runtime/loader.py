@@ -19,6 +19,7 @@ from qengine.layers.linear import Linear
 from qengine.layers.module import Leaf
 from qengine.plugin import DeviceInfo, LinearScheme, WeightQuant
 from qengine.runtime.accounting import first_names
+from qengine.runtime.host_memory import Trimmer
 from qengine.runtime.survey import TensorSource, grouped, survey
 
 Progress = Callable[[int, int, str], None]
@@ -144,6 +145,7 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
     process = psutil.Process()
     peak = process.memory_info().rss
     refused: list[str] = []
+    give_back = Trimmer()
     for done, (leaf, names) in enumerate(plan.order, 1):
         tensors = {name: plan.source.read(name) for name in names}
         peak = max(peak, process.memory_info().rss)
@@ -154,6 +156,7 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
             refused.append(str(e) if any(name in str(e) for name in own) else f"{leaf.name}: {e}")
         peak = max(peak, process.memory_info().rss)
         tensors.clear()
+        give_back()
         if progress is not None:
             progress(done, len(plan.order), leaf.name)
     if refused:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from awq_files import write_linear
 from paged_cases import empty_storage, paged_case
 from qengine.layers.kv_layer import bind_kv_layer
 from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVScales, LinearShard, LinearSpec
 from qengine_awq.backend import AwqScheme
+from qengine_awq.layouts import LAYOUTS
 from qengine_dense.backend import DenseScheme
 from qengine_dense.kv import AutoKV
 from qengine_kernels.paged_attention import paged_attention_reference
@@ -51,6 +53,24 @@ def test_awq_fused(group: int, dtype: torch.dtype) -> None:
         want = torch.nn.functional.linear(x.float(), weight, bias)
         assert got.dtype is dtype and relative_error(got, want) < 8e-3
         assert relative_error(got, torch.nn.functional.linear(x.float(), weight.roll(1, 0), bias)) > 0.1
+
+
+@pytest.mark.parametrize("version", ["gemm", "gemv", "gemv_fast", "llm-awq", "marlin"])
+def test_awq_layouts(version: str) -> None:
+    """Every layout is repacked on the GPU and then means what an independent writer wrote."""
+    torch.manual_seed(0)
+    layout = next(layout for layout in LAYOUTS if layout.name == version)
+    scheme = AwqScheme(128, version != "marlin", layout=layout)
+    made = {n: write_linear(torch.randn(n, 256) * 0.05, version, 128) for n in (256, 64)}
+    shards = [LinearShard(LinearSpec(f"m{n}", 256, n), tensors) for n, (tensors, _) in made.items()]
+    weight = torch.cat([meaning for _, meaning in made.values()])
+    op = scheme.bind(shards, GPU, info(), torch.float16)
+    assert op.nbytes == scheme.resident_bytes(LinearSpec("m", 256, 320), info(), torch.float16)
+    for m in (1, 16, 300):
+        x = torch.randn(m, 256).half()
+        got, want = op(x.to(GPU)).cpu(), torch.nn.functional.linear(x.float(), weight)
+        assert relative_error(got, want) < 8e-3
+        assert relative_error(got, torch.nn.functional.linear(x.float(), weight.roll(1, 0))) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
