@@ -9,11 +9,14 @@ import torch
 
 from qengine.errors import CheckpointError
 from qengine.plugin import AttentionSpec, KVDtype
+from qengine.runtime.kv_scales import MIN_SCALE
 from qengine_calibration.observe import KVObserver, Magnitudes, bin_centers, plain_attention
 
 PERCENTILE = 0.9999
 STEPS = torch.arange(-24, 17) / 8
 """Octaves around the scale of the largest value that `mse` tries."""
+LEAST_SCALE = 2 * MIN_SCALE
+"""Smaller ones would be refused when they are read."""
 GRANULARITIES = ("head", "tensor")
 
 
@@ -39,7 +42,9 @@ def percentile_scale(seen: Magnitudes, plugin: KVDtype) -> torch.Tensor:
     """PERCENTILE of all values fit; the rest are clipped."""
     share = seen.counts.cumsum(1).double() / seen.counts.sum(1, keepdim=True)
     place = (share < PERCENTILE).sum(1).clamp_max(seen.counts.shape[1] - 1)
-    return torch.minimum(bin_centers()[place], seen.amax) / _largest(plugin)
+    found = bin_centers()[place]
+    # Where nearly all are zeros, the others decide.
+    return torch.where(found > 0, torch.minimum(found, seen.amax), seen.amax) / _largest(plugin)
 
 
 def mse_scale(seen: Magnitudes, plugin: KVDtype) -> torch.Tensor:
@@ -68,7 +73,9 @@ def choose(seen: Magnitudes, plugin: KVDtype, method: str, granularity: str, wha
         merged.counts, merged.amax = seen.counts.sum(0, keepdim=True), seen.amax.max()[None]
         seen = merged
     empty = seen.amax == 0
-    scale = torch.where(empty, 1.0, METHODS[method](seen, plugin)).clamp_min(torch.finfo(torch.float16).tiny)
+    known = Magnitudes(len(empty))
+    known.counts, known.amax = seen.counts, torch.where(empty, _largest(plugin), seen.amax)
+    scale = torch.where(empty, 1.0, METHODS[method](known, plugin)).clamp_min(LEAST_SCALE)
     centers, limit = bin_centers(), scale * _largest(plugin)
     beyond = (seen.counts * (centers > limit[:, None] * (1 + 2**-6))).sum()
     error = sum(float(_squared_error(c, s, plugin)) for c, s in zip(seen.counts, scale, strict=True))

@@ -5,7 +5,6 @@ Only the native families (`qengine.models.blocks.Decoder`) are built of layers t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -168,7 +167,6 @@ class LayerStream:
         return list(self.sequences[start : start + batch.count])
 
     def _tidy(self) -> None:
-        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -16,7 +16,7 @@ EXPONENTS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 """Factors are mean |x| to one of these powers; 0 leaves everything as it is."""
 REFINE = 0.075
 """Then both sides of the best one, so far away."""
-SEARCH_ROWS = 512
+SEARCH_ROWS = 256
 """Rows of the readers together that errors are measured on, spread evenly."""
 
 Round = Callable[[torch.Tensor], torch.Tensor]

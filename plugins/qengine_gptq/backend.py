@@ -17,6 +17,7 @@ from qengine.plugin import (
     LinearScheme,
     LinearShard,
     LinearSpec,
+    Quantizer,
     TensorInfo,
     TensorNeed,
     WeightQuant,
@@ -25,6 +26,7 @@ from qengine_gptq.config import GptqConfig, ModuleConfig, read_config
 from qengine_gptq.cpu import bind_cpu, cpu_bytes
 from qengine_gptq.headers import bits_of, check_family, group_size_of, mismatch
 from qengine_gptq.layout import words_for
+from qengine_gptq.quantizer import GptqQuantizer
 from qengine_gptq.reference import dequantize
 from qengine_gptq.shards import Decoded, check_scales, decode, stack
 from qengine_gptq.zeros import ZeroRule
@@ -222,3 +224,8 @@ class GptqQuant(WeightQuant):
         if chosen:
             notes.append(f"{wanted[chosen].source} is the one that fits the file, not {wanted[0].source} before it")
         return wanted[chosen], tuple(notes)
+
+    @classmethod
+    def quantizer(cls, **options: Any) -> Quantizer | None:
+        """Options: bits (4), group_size (128; -1: one group), symmetric (True), act_order (False), damping (0.01)."""
+        return GptqQuantizer(**options)

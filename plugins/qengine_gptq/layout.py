@@ -48,3 +48,21 @@ def _unpack_straddling(words: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 [G, words_for(count, bits)] -> uint8 [G, count]."""
     return unpack(words.t(), bits, count).t()
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [count, N] -> int32 [words_for(count, bits), N]; the inverse of `unpack`. count is a multiple of 32."""
+    runs = codes.to(torch.int64).unflatten(0, (-1, 32))
+    words = torch.zeros(runs.shape[0], bits, runs.shape[2], dtype=torch.int64, device=codes.device)
+    for i in range(32):
+        word, shift = divmod(bits * i, 32)
+        words[:, word] |= (runs[:, i] << shift) & 0xFFFFFFFF
+        if shift + bits > 32:
+            words[:, word + 1] |= runs[:, i] >> (32 - shift)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words)
+    return signed.to(torch.int32).flatten(0, 1)
+
+
+def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[G, count] -> int32 [G, words_for(count, bits)]."""
+    return pack(codes.t(), bits).t().contiguous()

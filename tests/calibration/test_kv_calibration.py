@@ -1,0 +1,327 @@
+"""KV scales that earn their name (C15): the right numbers, less damage than without, picked up for their model only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from load_model import load_folder
+from qengine.config import EngineConfig
+from qengine.errors import CheckpointError, ConfigError
+from qengine.layers.kv_layer import bind_kv_layer
+from qengine.models.model import Model
+from qengine.plugin import AttentionSpec, DeviceInfo, KVScales
+from qengine.runtime.build import Built, decide
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.kv_sidecar import FACTS, TENSORS, model_fingerprint
+from qengine.runtime.report import scale_lines
+from qengine_awq.quantizer import AwqQuantizer
+from qengine_calibration.kv_methods import METHODS, attention_error, choose
+from qengine_calibration.kv_scales import KVOptions
+from qengine_calibration.make import make_copy, make_kv_scales, weights_option
+from qengine_calibration.observe import KVObserver, Magnitudes
+from qengine_calibration.run import RunOptions
+from qengine_calibration.texts import Texts
+from qengine_dense.kv import AutoKV
+from qengine_kv_fp8.backend import Fp8E4M3KV, Fp8E5M2KV
+from torch_kv import BLOCK_SIZE, PagedRun
+from toy_models import VOCAB, make_tiny
+
+E4M3 = Fp8E4M3KV()
+CPU = DeviceInfo("cpu")
+
+
+def texts(tokens: int = 400, length: int = 100, seed: int = 3) -> Texts:
+    ids = torch.randint(0, VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Texts([ids[i : i + length] for i in range(0, tokens, length)], length, "random ids", 1, 1, f"{seed}")
+
+
+def options(method: str = "mse", granularity: str = "head") -> RunOptions:
+    return RunOptions(kv=KVOptions(E4M3, granularity, method), device="cpu")
+
+
+# ---- (a) the arithmetic
+
+
+def c15a() -> KVObserver:
+    """Two keys that differ in one channel, 600 and 500, values +1 and -1; q so that the exact output is tanh(1)."""
+    seen = KVObserver(AttentionSpec(1, 1, 16, 1.0))
+    k = torch.zeros(2, 1, 16)
+    k[0, 0, 0], k[1, 0, 0] = 600.0, 500.0
+    v = torch.ones(2, 1, 16)
+    v[1] = -1
+    q = torch.zeros(2, 1, 16)
+    q[1, 0, 0] = 0.02
+    seen.see(q, k, v)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("plugin", "scale", "output"), [(E4M3, 1.0, 0.000), (E4M3, 600 / 448, 0.695), (Fp8E5M2KV(), 1.0, 0.856)]
+)
+def test_outputs_of_c15a(plugin: Fp8E4M3KV, scale: float, output: float) -> None:
+    seen = c15a()
+    assert seen.example is not None
+    q, k, v = seen.example
+    codes = plugin.decode(plugin.encode(k / scale), torch.float32) * scale
+    weights = (codes[:, 0] @ q[1, 0]).softmax(0)
+    got = float((weights[:, None] * v[:, 0]).sum(0)[0])
+    assert got == pytest.approx(output, abs=2e-3)
+    # The first token's output is exact; the second one's relative error makes up the figure.
+    error = attention_error(seen, plugin, torch.tensor([scale]), torch.ones(1))
+    exact = 0.76159
+    assert error == pytest.approx(abs(got - exact) / (1 + exact**2) ** 0.5, rel=2e-2, abs=1e-3)
+
+
+def test_amax_takes_the_largest_key_to_the_largest_code() -> None:
+    scale = choose(c15a().k, E4M3, "amax", "head", "keys").scale
+    assert scale.tolist() == pytest.approx([600 / 448])
+
+
+# ---- methods
+
+
+def magnitudes(x: torch.Tensor) -> Magnitudes:
+    seen = Magnitudes(x.shape[1])
+    for part in x.split(100):
+        seen.see(part)
+    return seen
+
+
+def rounding_error(x: torch.Tensor, scale: torch.Tensor) -> float:
+    s = scale[:, None]
+    return float((E4M3.decode(E4M3.encode(x / s), torch.float32) * s - x).square().sum())
+
+
+@pytest.fixture
+def values() -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(2000, 3, 16) * torch.tensor([1.0, 100.0, 3e-4])[:, None]
+    x[7, 0, 3] = 900.0  # one outlier
+    return x
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_head_gets_a_scale_of_its_size(method: str, values: torch.Tensor) -> None:
+    found = choose(magnitudes(values), E4M3, method, "head", "keys")
+    amax = values.abs().amax((0, 2))
+    assert torch.allclose(found.amax, amax)
+    assert torch.isfinite(found.scale).all() and (found.scale > 0).all()
+    ratio = found.scale / (amax / 448)
+    assert ratio[1:].max() <= 4.1 and ratio[1:].min() >= 0.12
+    whole = choose(magnitudes(values), E4M3, method, "tensor", "keys")
+    assert whole.scale.shape == (1,)
+    real = (rounding_error(values, found.scale) / values.square().sum()) ** 0.5
+    assert found.relative_error == pytest.approx(float(real), rel=0.1)
+
+
+def test_mse_rounds_best_and_percentile_clips_the_outlier(values: torch.Tensor) -> None:
+    seen = magnitudes(values)
+    by = {m: choose(seen, E4M3, m, "head", "keys") for m in METHODS}
+    errors = {m: rounding_error(values, found.scale) for m, found in by.items()}
+    assert errors["mse"] <= min(errors.values()) * 1.01
+    assert by["percentile"].scale[0] < 0.05 * by["amax"].scale[0] and by["percentile"].clip_rate > 0
+    assert by["amax"].clip_rate == 0
+    assert rounding_error(values, torch.ones(3)) > errors["mse"]
+
+
+def test_only_zeros_and_not_finite() -> None:
+    found = choose(magnitudes(torch.zeros(10, 2, 8)), E4M3, "mse", "head", "keys")
+    assert found.scale.tolist() == [1.0, 1.0] and found.silent
+    bad = torch.ones(10, 2, 8)
+    bad[3, 1, 2] = torch.inf
+    with pytest.raises(CheckpointError, match="the keys of x are not finite"):
+        choose(magnitudes(bad), E4M3, "mse", "head", "the keys of x")
+
+
+# ---- (b) a model
+
+
+def biased(folder: Path, size: float = 900.0) -> Path:
+    """TINY whose layer 0 has a key bias of about `size` in every channel (C15 b); its other biases are small."""
+    make_tiny(folder, attention_bias=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
+    bias.copy_(torch.where(torch.arange(len(bias)) % 2 == 0, size, -size))
+    for name in ("q_proj.weight", "q_proj.bias"):
+        tensors[f"model.layers.0.self_attn.{name}"] *= 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+IDS = list(range(40, 100))
+
+
+def logits(model: Model, scales: dict[str, KVScales] | None) -> torch.Tensor:
+    """With float32 cache (None) or an e4m3 one."""
+    names = iter(layer.name for layer in model.attention)
+
+    def bind(spec: AttentionSpec, blocks: int) -> object:
+        name = next(names)
+        plugin = AutoKV() if scales is None else E4M3
+        one = torch.ones(spec.num_kv_heads)
+        own = KVScales(one, one) if scales is None else scales[name]
+        layout = plugin.layout(spec, BLOCK_SIZE, torch.float32)
+        storage = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
+        return bind_kv_layer(plugin, spec, layout, storage, own, CPU, torch.float32)
+
+    return PagedRun(model, [IDS], bind).run()[0]  # type: ignore[arg-type]
+
+
+def built(folder: Path, **settings: object) -> Built:
+    fields = {"kv_cache_dtype": "fp8", **settings}
+    return decide(EngineConfig(model=str(folder), device="cpu", dtype="float32", **fields))  # type: ignore[arg-type]
+
+
+def test_scales_of_a_model_with_large_keys(tmp_path: Path) -> None:
+    """C15 (b). The logit error with the file is clearly lower than without."""
+    folder = biased(tmp_path / "model")
+    facts = make_kv_scales(folder, folder, texts(), options("amax"))
+    layers = facts["kv"]["layers"]
+    first, second = (layers[f"model.layers.{i}.self_attn"] for i in (0, 1))
+    for head in range(2):
+        # RoPE turns pairs of equal size into up to sqrt(2) times their size.
+        assert first["k"]["scale"][head] == pytest.approx(first["k"]["amax"][head] / 448)
+        assert 890 < first["k"]["amax"][head] < 900 * 2**0.5 + 10
+        assert second["k"]["scale"][head] < first["k"]["scale"][head] / 50
+    assert first["attention_output_error_at_scale_1"] > first["attention_output_error"]
+    b = built(folder)
+    assert b.scales.scales["model.layers.0.self_attn"].k.tolist() == pytest.approx(first["k"]["scale"])
+    model = load_folder(folder)
+    exact = logits(model, None)
+    one = {n: KVScales(torch.ones(2), torch.ones(2)) for n in b.scales.scales}
+    with_file, without = (float((logits(model, s) - exact).norm()) for s in (b.scales.scales, one))
+    assert without / with_file > 1.5
+
+
+def test_rope_is_applied_before_keys_are_measured(tmp_path: Path) -> None:
+    """By hand: the largest rotated key of layer 0; the unrotated one is another."""
+    folder = biased(tmp_path / "model", 30.0)
+    data = texts(100, 100)
+    facts = make_kv_scales(folder, tmp_path / "out", data, options("amax"))
+    t = load_file(folder / "model.safetensors")
+    x = t["model.embed_tokens.weight"][torch.tensor(data.sequences[0])]
+    x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * t["model.layers.0.input_layernorm.weight"]
+    p = "model.layers.0.self_attn.k_proj"
+    k = (x @ t[f"{p}.weight"].t() + t[f"{p}.bias"]).view(100, 2, 64)
+    angle = torch.arange(100)[:, None] * 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+    cos, sin = (torch.cat((f(angle), f(angle)), 1)[:, None] for f in (torch.cos, torch.sin))
+    turned = k * cos + torch.cat((-k[..., 32:], k[..., :32]), -1) * sin
+    got = facts["kv"]["layers"]["model.layers.0.self_attn"]["k"]["amax"]
+    assert got == pytest.approx(turned.abs().amax((0, 2)).tolist(), rel=1e-4)
+    assert got != pytest.approx(k.abs().amax((0, 2)).tolist(), rel=1e-2)
+
+
+def test_the_file_is_found_checked_and_named(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    before = built(folder)
+    assert all(s.source == "default 1.0" for s in before.scales.scales.values())
+    assert any("WARNING" in line for line in scale_lines(before.kv, before.scales.scales))
+    make_kv_scales(folder, folder, texts(), options())
+    b = built(folder)
+    assert not any("kv_scales" in note for note in b.checkpoint.notes)
+    lines = scale_lines(b.kv, b.scales.scales)
+    assert all("calibration file" in line and "mse, per head, 400 tokens" in line for line in lines)
+    # A copy of the folder is the same model; a fine-tuned one isn't.
+    shutil.copytree(folder, tmp_path / "copied")
+    assert "calibration file" in built(tmp_path / "copied").scales.scales["model.layers.0.self_attn"].source
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] += 0.01
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="another model"):
+        built(folder)
+
+
+def test_other_kv_dtypes_and_places(tmp_path: Path) -> None:
+    folder, out = make_tiny(tmp_path / "model"), tmp_path / "scales"
+    make_kv_scales(folder, out, texts(), options("amax", "tensor"))
+    assert all(t.shape == (1,) for t in load_file(out / TENSORS).values())
+    assert built(folder).scales.scales["model.layers.0.self_attn"].source == "default 1.0"
+    for place in (out, out / TENSORS, out / FACTS):
+        b = built(folder, kv_scales=str(place))
+        assert "per tensor" in b.scales.scales["model.layers.1.self_attn"].source
+    other = built(folder, kv_scales=str(out), kv_cache_dtype="fp8_e5m2")
+    assert "is for KV dtype fp8_e4m3" in other.scales.warnings[0]
+    assert "stores values unscaled" in built(folder, kv_scales=str(out), kv_cache_dtype="auto").scales.notes[0]
+    with pytest.raises(CheckpointError, match=r"holds no kv_scales\.safetensors"):
+        built(folder, kv_scales=str(tmp_path))
+
+
+def test_damaged_pairs_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    make_kv_scales(folder, folder, texts(), options())
+    good = (folder / FACTS).read_text()
+    for spoil, word in (
+        (lambda f: f.pop("format"), "no calibration file"),
+        (lambda f: f.update(sha256="0"), "not the file"),
+        (lambda f: f.update(model="0"), "another model"),
+    ):
+        facts = json.loads(good)
+        spoil(facts)
+        (folder / FACTS).write_text(json.dumps(facts))
+        with pytest.raises(CheckpointError, match=word):
+            built(folder)
+    (folder / FACTS).unlink()
+    with pytest.raises(CheckpointError, match=r"holds no kv_scales\.json"):
+        built(folder)
+
+
+def test_fingerprint_knows_config_and_data_not_the_place(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    mark = model_fingerprint(Checkpoint.open(folder))
+    shutil.copytree(folder, tmp_path / "other")
+    assert model_fingerprint(Checkpoint.open(tmp_path / "other")) == mark
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    assert model_fingerprint(Checkpoint.open(folder)) != mark
+
+
+def test_weights_and_scales_in_one_pass(tmp_path: Path) -> None:
+    """Values are measured behind the weights that are served: AWQ's factors change them."""
+    folder = make_tiny(tmp_path / "model", dtype="float16")
+    weights = weights_option("awq", group_size=64)
+    both = RunOptions(weights, KVOptions(E4M3, "head", "amax"), device="cpu", feed="quantised")
+    make_copy(folder, tmp_path / "both", texts(), both)
+    b = built(tmp_path / "both")
+    assert "calibration file" in b.scales.scales["model.layers.0.self_attn"].source
+    make_kv_scales(tmp_path / "both", tmp_path / "again", texts(), options("amax"))
+    for name, value in load_file(tmp_path / "again" / TENSORS).items():
+        one_pass = load_file(tmp_path / "both" / TENSORS)[name]
+        assert torch.allclose(one_pass, value, rtol=0.03), name
+
+
+def test_embedded_scales_are_the_checkpoints(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    make_copy(folder, tmp_path / "copy", texts(), options(), embed=True)
+    assert not (tmp_path / "copy" / TENSORS).exists()
+    old, new = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "copy"))
+    extra = set(new) - set(old)
+    assert extra == {f"model.layers.{i}.self_attn.{k}_scale" for i in (0, 1) for k in "kv"}
+    assert all(torch.equal(new[n], old[n]) for n in old)
+    assert "checkpoint k_scale" in built(tmp_path / "copy").scales.scales["model.layers.0.self_attn"].source
+    # Calibrating again replaces them.
+    make_copy(tmp_path / "copy", tmp_path / "third", texts(seed=9), options("amax", "tensor"), embed=True)
+    assert load_file(tmp_path / "third" / "model.safetensors")["model.layers.0.self_attn.k_scale"].shape == (1,)
+
+
+def test_a_quantised_checkpoint_gets_scales_too(tmp_path: Path) -> None:
+    from qengine_calibration.quantize import quantize_checkpoint
+
+    folder = biased(tmp_path / "model")
+    quantize_checkpoint(folder, tmp_path / "copy", AwqQuantizer(group_size=64))
+    facts = make_kv_scales(tmp_path / "copy", tmp_path / "copy", texts(), options("amax"))
+    assert facts["kv"]["layers"]["model.layers.0.self_attn"]["k"]["amax"][0] > 880
+    assert "calibration file" in built(tmp_path / "copy").scales.scales["model.layers.0.self_attn"].source
+
+
+def test_what_takes_no_scales_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes no scales"):
+        KVOptions(AutoKV())
+    with pytest.raises(ConfigError, match="--method"):
+        KVOptions(E4M3, method="guess")
