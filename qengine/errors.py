@@ -22,7 +22,7 @@ class UserError(QEngineError):
     ) -> None:
         parts = [message]
         if have is not None:
-            parts.append(f"have: {have}")
+            parts.append(f"have: {_shown(have)}")
         if need is not None:
             parts.append(f"need: {need}")
         if hint:
@@ -31,6 +31,16 @@ class UserError(QEngineError):
         self.have = have
         self.need = need
         self.hint = hint
+
+
+def _shown(value: object) -> str:
+    """Python refuses to print integers of thousands of digits, and nobody wants to read them."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return str(value)
+    except ValueError:
+        return f"a {type(value).__name__} with an integer of thousands of digits"
 
 
 class ConfigError(UserError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -45,6 +45,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        for name in COLLECTIONS:  # None means nothing, as in vLLM
+            if getattr(self, name) is None:
+                setattr(self, name, {} if name == "logit_bias" else [])
         check_sampling(self)
 
     @property
@@ -52,15 +55,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return self.temperature < 1e-5
 
 
+COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "logit_bias")
+
+
+def _finite(value: Any) -> bool:
+    """Not math.isfinite, which raises for integers beyond the floats."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
 def _number(p: SamplingParams, name: str, low: float, high: float, need: str) -> None:
     value: Any = getattr(p, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _finite(value):
         raise RequestError(f"{name} must be a finite number", param=name, have=value, need=need)
     if not low <= value <= high:
         raise RequestError(f"{name} is out of range", param=name, have=value, need=need)
 
 
-def _strings(values: Sequence[Any], name: str) -> None:
+def _strings(values: Any, name: str) -> None:
+    if not isinstance(values, list | tuple):
+        raise RequestError(f"{name} takes a list of strings", param=name, have=repr(values)[:80])
     for s in values:
         if not isinstance(s, str) or not s:
             raise RequestError(f"{name} takes non-empty strings", param=name, have=repr(s))
@@ -91,6 +104,8 @@ def check_sampling(p: SamplingParams) -> None:
             _number(p, name, 0, 20, "0..20")
     _strings(p.stop, "stop")
     _strings(p.bad_words, "bad_words")
+    if not isinstance(p.logit_bias, Mapping):
+        raise RequestError("logit_bias maps token ids to numbers", param="logit_bias", have=repr(p.logit_bias)[:80])
     for token, bias in p.logit_bias.items():
-        if not isinstance(bias, int | float) or not math.isfinite(bias) or not -100 <= bias <= 100:
+        if not _finite(bias) or not -100 <= bias <= 100:
             raise RequestError("logit_bias values must lie in -100..100", param="logit_bias", have={token: bias})

@@ -7,6 +7,7 @@ which are declared so that `refuse_unbuilt` can name them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -185,6 +186,8 @@ def refuse_unbuilt(body: msgspec.Struct, where: str = "") -> None:
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 1024, 65536
 """Most stop strings or bad words of one request, and their characters in all."""
 
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+
 _COPIED = (
     "n",
     "temperature",
@@ -231,9 +234,9 @@ def _check_size(name: str, texts: list[str]) -> None:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    out = {}
+    out: dict[int, float] = {}
     for token, value in bias.items():
-        if not token.strip().lstrip("-").isdecimal():
-            raise RequestError("logit_bias keys are token ids", param="logit_bias", have=repr(token))
+        if not _TOKEN_ID.fullmatch(token) or int(token) in out:  # "7" and "07" are one id with two values
+            raise RequestError("logit_bias keys are token ids, each once", param="logit_bias", have=repr(token)[:80])
         out[int(token)] = value
     return out
