@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qengine.errors import RequestError
+
+_ROLE = re.compile(r"\w[\w.-]{0,63}")
+"""Which roles there are is the template's business; text that could pass for template markup is none."""
 
 
 def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -14,7 +18,10 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     Raises RequestError for no messages, a missing role and parts that are not text.
     """
-    if not isinstance(messages, list | tuple) or not messages:
+    if not isinstance(messages, list | tuple):
+        kind = type(messages).__name__
+        raise RequestError("messages has the wrong type", param="messages", have=kind, need="a list of {role, content}")
+    if not messages:
         raise RequestError("messages is empty", param="messages", need="a list of {role, content}")
     return [_flat_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
@@ -22,6 +29,11 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _flat_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role", param="messages", have=repr(message)[:80], need="{role, content}")
+    if not _ROLE.fullmatch(message["role"]):
+        raise RequestError(
+            f"{where}.role is no role", param="messages", have=repr(message["role"])[:80],
+            need="a word such as system, user or assistant",
+        )
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "\n".join(_part_text(part, where) for part in content)

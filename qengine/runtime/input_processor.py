@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,12 +14,18 @@ from qengine.errors import RequestError
 from qengine.messages import NewRequest
 from qengine.runtime.chat_messages import flatten_messages
 from qengine.runtime.facts import EngineFacts
-from qengine.runtime.sampling_checks import check_against_vocab, checked_sampling, default_sampling, seed_of_choice
+from qengine.runtime.model_texts import ModelTexts
+from qengine.runtime.sampling_checks import check_against_vocab, checked_sampling, seed_of_choice
 from qengine.sampling_params import SamplingParams
-from qengine.text import Tokenizer, eos_ids
+from qengine.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 """One prompt: a text or token ids."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+"""What a prompt that is a mapping may hold; ids count where both are given."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +60,30 @@ class InputProcessor:
 
     @classmethod
     def from_engine(
-        cls, engine: EngineFacts, *, trust_remote_code: bool = False, chat_template: str | None = None
+        cls,
+        engine: EngineFacts,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        texts: ModelTexts | None = None,
     ) -> InputProcessor:
-        """For a running engine: reads the tokenizer, config.json and generation_config.json of its folders."""
-        tokenizer = Tokenizer.load(engine.tokenizer_folder, trust_remote_code, chat_template=chat_template)
-        config, generation = (_json(Path(engine.model_folder, n)) for n in ("config.json", "generation_config.json"))
-        facts = ModelFacts(
-            vocab_size=engine.vocab_size,
-            max_model_len=engine.max_model_len,
-            eos_token_ids=eos_ids(config, generation, tokenizer),
-            defaults=default_sampling(generation),
-        )
-        return cls(tokenizer, facts)
+        """For a running engine. `texts`: what its folders say, where that has been read already."""
+        if texts is None:
+            texts = ModelTexts.read(
+                engine.model_folder,
+                engine.tokenizer_folder,
+                trust_remote_code=trust_remote_code,
+                chat_template=chat_template,
+            )
+        if texts.tokenizer.vocab_size > engine.vocab_size:
+            logger.warning(
+                "the tokenizer of %s knows %d ids and the model only %d: texts that need the others are refused",
+                engine.tokenizer_folder,
+                texts.tokenizer.vocab_size,
+                engine.vocab_size,
+            )
+        facts = ModelFacts(engine.vocab_size, engine.max_model_len, texts.eos_token_ids, texts.defaults)
+        return cls(texts.tokenizer, facts)
 
     def default_params(self, **given: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults for what is not given; max_tokens None unless given."""
@@ -82,10 +99,14 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        shorten: bool = False,
     ) -> ProcessedRequest:
-        """One prompt: a text, ids, {"prompt": text} or {"prompt_token_ids": ids}. Raises RequestError."""
+        """One prompt: a text, ids, {"prompt": text} or {"prompt_token_ids": ids}. Raises RequestError.
+
+        `shorten`: max_tokens is a default that nobody asked for, so where it does not fit what fits is taken.
+        """
         text, ids = self._prompt_ids(prompt, add_special_tokens)
-        sampling = self._sampling(params, len(ids))
+        sampling = self._sampling(params, len(ids), shorten)
         return ProcessedRequest(
             request_id=request_id,
             prompt=text,
@@ -108,6 +129,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        shorten: bool = False,
     ) -> ProcessedRequest:
         """A conversation, through the chat template; the template writes the special tokens. Raises RequestError."""
         text = self.chat_text(
@@ -126,6 +148,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             arrival=arrival,
+            shorten=shorten,
         )
 
     def chat_text(
@@ -181,6 +204,10 @@ class InputProcessor:
     def _prompt_ids(self, prompt: Prompt | Mapping[str, Any], add_special: bool) -> tuple[str | None, list[int]]:
         given: Any = prompt
         if isinstance(given, Mapping):
+            if unknown := [name for name in given if name not in PROMPT_KEYS]:
+                raise RequestError(
+                    f"a prompt has no field {unknown[0]!r}", param="prompt", need=" or ".join(PROMPT_KEYS)
+                )
             ids = given.get("prompt_token_ids")
             given = given.get("prompt") if ids is None else ids
         if isinstance(given, str):
@@ -210,16 +237,16 @@ class InputProcessor:
             hint="a shorter prompt, or a larger --max-model-len where memory allows",
         )
 
-    def _sampling(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, params: SamplingParams, num_prompt_tokens: int, shorten: bool) -> SamplingParams:
         """A checked copy with max_tokens and the ids of bad words filled in."""
         p = checked_sampling(params)
-        check_against_vocab(p, self.facts.vocab_size)
+        check_against_vocab(p, self.facts.vocab_size, self.facts.eos_token_ids)
         if p.detokenize and self.tokenizer is None:
             raise RequestError("no tokenizer is loaded", param="detokenize", hint="detokenize=False")
         if p.stop and not p.detokenize:
             raise RequestError("stop strings need text", param="stop", have="detokenize=False", need="detokenize=True")
         room = self.facts.max_model_len - num_prompt_tokens
-        if p.max_tokens is None:
+        if p.max_tokens is None or (shorten and p.max_tokens > room):
             p.max_tokens = room
         if p.max_tokens > room:
             raise RequestError(
@@ -288,16 +315,13 @@ def prompt_list(prompt: Any) -> list[Prompt]:
     """The OpenAI API's `prompt`: a text, ids, a list of texts or a list of id lists, as a list of single prompts."""
     if isinstance(prompt, str):
         return [prompt]
-    if not isinstance(prompt, list | tuple) or not prompt:
-        raise RequestError(
-            "prompt is empty", param="prompt", have=repr(prompt)[:80], need="a text, token ids or a list"
-        )
+    if not isinstance(prompt, list | tuple):
+        kind = type(prompt).__name__
+        raise RequestError("prompt has the wrong type", param="prompt", have=kind, need="a text, token ids or a list")
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt", have="[]", need="a text, token ids or a list")
     if all(isinstance(p, str) for p in prompt) or all(isinstance(p, list | tuple) for p in prompt):
         return list(prompt)
     if any(isinstance(p, str | list | tuple) for p in prompt):
         raise RequestError("prompt mixes texts and ids", param="prompt", need="all texts, all ids or all lists of ids")
     return [list(prompt)]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

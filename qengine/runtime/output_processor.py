@@ -94,8 +94,8 @@ class _Choice:
 
     def take(self, out: RequestOutput) -> Delta:
         """Add what one step gave; returns the same as a delta."""
-        if out.num_cached_tokens:
-            self.result.num_cached_tokens = max(self.result.num_cached_tokens, out.num_cached_tokens)
+        if out.num_cached_tokens and not self._output.index:  # the others find what the first choice has computed
+            self.result.num_cached_tokens = out.num_cached_tokens
         if out.prompt_logprobs is not None:
             self.result.prompt_logprobs = [None if p is None else self._position(p) for p in out.prompt_logprobs]
         text, used = self._read(out)

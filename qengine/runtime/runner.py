@@ -109,7 +109,7 @@ class Runner:
         for s in step.sequences:
             request, first = s.request, row
             row += s.num_new_tokens
-            if not request.prompt_logprobs or s.start >= request.num_prompt_tokens - 1:
+            if not request.prompt_logprobs or s.start > max(request.num_prompt_tokens - 2, 0):
                 continue
             kept = self.prompt_logprobs.setdefault(request.request_id, [None] * request.num_prompt_tokens)
             count = min(s.num_new_tokens, request.num_prompt_tokens - 1 - s.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -45,14 +45,17 @@ def checked_sampling(params: SamplingParams) -> SamplingParams:
         raise RequestError(f"sampling parameter of an unknown type: {e}") from e
 
 
-def check_against_vocab(p: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError for the first id outside the model's vocabulary."""
+def check_against_vocab(p: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+    """Raise RequestError for the first id outside the model's vocabulary, and when min_tokens leaves no token at all:
+    until then every stop id and end of sequence is forbidden."""
     for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", list(p.logit_bias))):
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     f"{name} holds an id outside the vocabulary", param=name, have=token, need=f"0..{vocab_size - 1}"
                 )
+    if p.min_tokens and len({*p.stop_token_ids, *eos_token_ids}) >= vocab_size:
+        raise RequestError("min_tokens forbids every token", param="min_tokens", hint="fewer stop_token_ids")
 
 
 def seed_of_choice(seed: int | None, index: int) -> int | None:

@@ -72,6 +72,7 @@ def _process(state: ServerState, body: ChatRequest, request_id: str) -> Processe
         request_id=request_id,
         priority=state.checked_priority(body.priority),
         cache_salt=body.cache_salt,
+        shorten=limit is None,
         **template_options(body),
     )
 

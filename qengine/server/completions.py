@@ -65,6 +65,7 @@ def _process(state: ServerState, body: CompletionRequest, request_id: str) -> li
             add_special_tokens=body.add_special_tokens is not False,
             priority=state.checked_priority(body.priority),
             cache_salt=body.cache_salt,
+            shorten=body.max_tokens is None,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -48,8 +48,12 @@ def build_engine(config: EngineConfig) -> EngineLike:
     """The factory of real engines: find or make the model folder, then load it."""
     from qengine.prepare import prepare_model
     from qengine.runtime.engine import Engine
+    from qengine.runtime.model_texts import ModelTexts
 
-    return Engine.from_config(prepare_model(config, lambda line: print(line, file=sys.stderr, flush=True)))
+    config = prepare_model(config, lambda line: print(line, file=sys.stderr, flush=True))
+    # The HTTP process reads these, but only once the engine is ready: what is wrong with them is said now.
+    ModelTexts.read(config.model or "", config.tokenizer, trust_remote_code=config.trust_remote_code)
+    return Engine.from_config(config)
 
 
 class EngineLoop:

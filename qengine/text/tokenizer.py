@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """What a hub name is asked for; weights never."""
 
+CONVERTIBLE = ("tokenizer.*", "*.model", "vocab*", "merges*", "*.tiktoken", "tekken.json", "*.py")
+"""At least one of these must be there for transformers to make a tokenizer of."""
+
 
 class Tokenizer:
     """Text <-> ids, special tokens, chat template.
@@ -220,6 +223,12 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _convert(folder: Path, trust_remote_code: bool) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """A folder without tokenizer.json (sentencepiece, tiktoken, vocab files): transformers converts it."""
+    if not any(path for pattern in CONVERTIBLE for path in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer",
+            need="tokenizer.json, or files that transformers converts",
+            hint="--tokenizer FOLDER with the model's own",
+        )
     from transformers import AutoTokenizer
 
     try:

@@ -61,7 +61,9 @@ def test_text_ids_and_mappings_are_prompts(inputs: InputProcessor) -> None:
         ("", "no tokens"),
         (None, "have: NoneType"),
         (7, "have: int"),
-        ({"text": "a"}, "have: NoneType"),
+        ({"text": "a"}, "no field 'text'; need: prompt or prompt_token_ids"),
+        ({"prompt": "a", "multi_modal_data": {}}, "no field 'multi_modal_data'"),
+        ({}, "have: NoneType"),
         ([5] * LONGEST, "have: 100 tokens; need: at most 99"),
         ("a" * LONGEST, "longer than the model's context"),
         ("a\ud800", "Unicode"),
@@ -112,6 +114,7 @@ def test_twenty_megabytes_are_refused_without_tokenising(inputs: InputProcessor)
         ({"max_tokens": 10**9}, "max_tokens"),
         ({"max_tokens": 98}, "max_tokens"),
         ({"max_tokens": None, "min_tokens": 98}, "min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": [i for i in range(VOCAB) if i != EOS]}, "min_tokens"),
         ({"top_k": 2.5}, "top_k"),
         ({"seed": 1.5}, "seed"),
         ({"n": 1.5}, "n"),
@@ -124,6 +127,20 @@ def test_odd_sampling_is_refused_with_its_field(inputs: InputProcessor, sampling
     with pytest.raises(RequestError) as e:
         process(inputs, "abc", **sampling)
     assert e.value.param == param
+
+
+def test_a_default_max_tokens_takes_what_fits_and_a_wish_does_not(inputs: InputProcessor) -> None:
+    params = SamplingParams(max_tokens=16)
+    with pytest.raises(RequestError, match="90 \\+ 16 tokens"):
+        inputs.process([5] * 90, params, request_id="r")
+    got = inputs.process([5] * 90, params, request_id="r", shorten=True)
+    assert got.sampling.max_tokens == LONGEST - 90
+    assert inputs.process([5], params, request_id="r", shorten=True).sampling.max_tokens == 16
+
+
+def test_one_stop_id_fewer_than_the_vocabulary_leaves_min_tokens_a_token(inputs: InputProcessor) -> None:
+    ids = [i for i in range(VOCAB) if i not in (EOS, 5)]
+    assert process(inputs, [7], min_tokens=1, stop_token_ids=ids).sampling.min_tokens == 1
 
 
 def test_a_field_changed_after_the_checks_is_checked_again(inputs: InputProcessor) -> None:
@@ -189,10 +206,13 @@ def test_chat_goes_through_the_template_with_exactly_one_bos(tmp_path: Path) -> 
     ("messages", "words"),
     [
         ([], "messages is empty"),
-        ("hello", "messages is empty"),
+        ("hello", "messages has the wrong type"),
         ([{"content": "a"}], r"messages\[0\] has no role"),
         ([{"role": "user", "content": "a"}, 3], r"messages\[1\] has no role"),
         ([{"role": "user", "content": 3}], "have: int"),
+        ([{"role": "", "content": "a"}], r"messages\[0\].role is no role"),
+        ([{"role": "user;assistant:yes", "content": "a"}], r"messages\[0\].role is no role"),
+        ({"role": "user", "content": "a"}, "messages has the wrong type; have: dict"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "have: 'image_url'; need: type: text"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
     ],

@@ -49,6 +49,26 @@ def test_default_max_tokens(client: openai.OpenAI) -> None:
     assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (40, "length")
 
 
+def test_a_default_max_tokens_that_does_not_fit_takes_what_does(client: openai.OpenAI) -> None:
+    long = [ord("x")] * 2043 + [ord("L")]
+    found = client.completions.create(model="toy", prompt=long, temperature=0)
+    assert (found.usage.total_tokens, found.choices[0].finish_reason) == (2048, "length")
+    with pytest.raises(openai.BadRequestError, match="2044 \\+ 16 tokens"):
+        client.completions.create(model="toy", prompt=long, max_tokens=16)
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_to_echo(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="toy", prompt="y", temperature=0, max_tokens=1, logprobs=1, echo=True)
+    assert found.choices[0].text == "ya"
+    assert found.choices[0].logprobs.tokens == ["y", "a"]
+    assert found.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_what_one_choice_shares_with_the_next_was_not_cached(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="toy", prompt="not asked before " * 20, n=3, max_tokens=2, temperature=0)
+    assert found.usage.prompt_tokens_details.cached_tokens == 0
+
+
 @pytest.mark.parametrize("kind", ["chat", "completions"])
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_usage_comes_once_in_a_last_chunk_without_choices(

@@ -13,7 +13,7 @@ import pytest
 
 import toy_tokenizers
 from qengine.errors import CheckpointError, ConfigError, RequestError
-from qengine.text import Tokenizer, eos_ids
+from qengine.text import ChatTemplate, Tokenizer, eos_ids
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -67,6 +67,9 @@ def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer; need: tokenizer\.json.*--tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"no tokenizer could be made.*need: tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
@@ -133,6 +136,49 @@ def test_a_template_that_refuses_is_a_request_error(tmp_path: Path) -> None:
     tok = Tokenizer.load(save(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(RequestError, match="roles must alternate"):
         tok.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for i in range(10**7) %}{% endfor %}", "{{ messages[9].x }}"])
+def test_whatever_a_template_raises_is_a_request_error(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refused the messages"):
+        Tokenizer.load(save(tmp_path, chat_template=template)).apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_variables_cannot_take_the_place_of_the_messages(tmp_path: Path) -> None:
+    tok = Tokenizer.load(save(tmp_path, chat_template="{{ messages[0].content }}{{ thinking }}"))
+    one = [{"role": "user", "content": "a"}]
+    assert tok.apply_chat_template(one, variables={"thinking": "yes"}) == "ayes"
+    for name in ("messages", "conversations", "chat_template", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=f"cannot set {name}") as e:
+            tok.apply_chat_template(one, variables={name: "x"})
+        assert e.value.param == "chat_template_kwargs"
+
+
+def test_a_template_option_with_broken_syntax_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    for option in ("{% for", "{{ 1 +", str(tmp_path / "broken.jinja")):
+        with pytest.raises(ConfigError, match="--chat-template is not valid Jinja"):
+            ChatTemplate.from_option(option)
+    for option in ("{{ raise_exception('only with tools') }}", "{% generation %}a{% endgeneration %}", "{{ x.y.z }}"):
+        assert ChatTemplate.from_option(option).templates == {"default": option}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.json", b"\xff"),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": {"default": 1}}'),
+    ],
+    ids=str,
+)
+def test_a_damaged_template_is_named(tmp_path: Path, file: str, content: bytes) -> None:
+    save(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match="chat_template"):
+        Tokenizer.load(tmp_path)
 
 
 def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
