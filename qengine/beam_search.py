@@ -9,6 +9,8 @@ from qengine.errors import RequestError
 
 Candidates = list[tuple[int, float]]
 """(token id, raw log-softmax) of one position, likeliest first."""
+MAX_LENGTH_PENALTY = 10
+"""Lengths to this power are still floats; ranking by it has long lost its meaning."""
 NextTokens = Callable[[list[list[int]], int], list[Candidates]]
 """(sequences with their prompt, k) -> the k likeliest next tokens of each sequence."""
 
@@ -33,6 +35,10 @@ class BeamSearchParams:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} must be an integer", param=name, have=value, need=">= 1")
+        power: object = self.length_penalty
+        if isinstance(power, bool) or not isinstance(power, int | float) or not abs(power) <= MAX_LENGTH_PENALTY:
+            need = f"a number in {-MAX_LENGTH_PENALTY}..{MAX_LENGTH_PENALTY}"
+            raise RequestError("length_penalty is out of range", param="length_penalty", have=power, need=need)
         if self.temperature not in (0, 1):
             raise RequestError(
                 "beam search ranks by raw log-probabilities", param="temperature", have=self.temperature, need="0 or 1"

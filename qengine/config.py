@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,22 +133,47 @@ def options(cls: type) -> list[tuple[dataclasses.Field[Any], Option]]:
     return [(f, f.metadata[OPTION]) for f in dataclasses.fields(cls) if OPTION in f.metadata]
 
 
+TYPE_NAMES = {str: "a text", int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None"}
+LEAST = {
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "kv_cache_memory_bytes": 1,
+    "max_model_len": 2,  # a prompt of one token and one to answer
+}
+
+
+def _check_value(flag: str, value: object, hint: Any) -> None:
+    """Raise ConfigError for a value of the wrong type (Python callers can give anything) and for an empty text."""
+    kinds = typing.get_args(hint) or (hint,)
+    whole = isinstance(value, int) and not isinstance(value, bool) and float in kinds
+    if not whole and type(value) not in kinds:
+        need = " or ".join(TYPE_NAMES[kind] for kind in kinds)
+        raise ConfigError(f"{flag} has the wrong type", have=repr(value)[:80], need=need)
+    if value == "":
+        raise ConfigError(f"{flag} is empty", hint=f"leave {flag} out")
+
+
 def check_config(c: EngineConfig) -> None:
-    """Raise ConfigError for the first option that is out of range or not built yet."""
+    """Raise ConfigError for the first option that is of the wrong type, out of range or not built yet."""
+    hints = typing.get_type_hints(EngineConfig)
     for f, opt in options(EngineConfig):
         value = getattr(c, f.name)
         flag = "--" + f.name.replace("_", "-")
+        _check_value(flag, value, hints[f.name])
         if opt.group == NOT_BUILT and value != f.default:
             raise ConfigError(f"{flag} is not built yet", have=value, need=f.default, hint=f"leave {flag} out")
         if opt.choices and value not in opt.choices:
             raise ConfigError(f"{flag}: unknown value", have=repr(value), need=" | ".join(opt.choices))
-    for name, low in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1)):
+    for name, low in LEAST.items():
         value = getattr(c, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-            raise ConfigError(f"--{name.replace('_', '-')} must be an integer", have=value, need=f">= {low}")
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} is too small", have=value, need=f">= {low}")
     if c.block_size & (c.block_size - 1) or c.block_size > 256:
         raise ConfigError("--block-size must be a power of two up to 256", have=c.block_size, need="1, 2, 4 ... 256")
     if not 0 < c.gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization is a share", have=c.gpu_memory_utilization, need="0 < x <= 1")
-    if c.kv_cache_memory_bytes is not None and c.kv_cache_memory_bytes <= 0:
-        raise ConfigError("--kv-cache-memory-bytes must be positive", have=c.kv_cache_memory_bytes, need="> 0")
+    if not -(2**63) <= c.seed < 2**64:
+        raise ConfigError("--seed is out of range", have=c.seed, need="a 64-bit integer")
+    if c.revision is not None and c.model is None:
+        raise ConfigError("--revision is for hub models, and no model is named", hint="--model NAME")

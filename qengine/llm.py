@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from qengine.errors import ConfigError, QEngineError, RequestError
 from qengine.prepare import prepare_model
 from qengine.runtime.engine import Engine
 from qengine.runtime.input_processor import InputProcessor, ProcessedRequest, Prompt, prompt_list
+from qengine.runtime.model_texts import ModelTexts
 from qengine.runtime.output_processor import OutputProcessor
 from qengine.runtime.results import RequestResult
 from qengine.sampling_params import SamplingParams
@@ -31,7 +34,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
@@ -45,17 +48,25 @@ class LLM:
                 raise ConfigError(f"LLM: unknown keyword {name!r}", hint=", ".join(sorted(known)))
         if options.get("max_model_len") == "auto":
             options["max_model_len"] = None
+        if not isinstance(chat_template, str | None):
+            raise ConfigError("chat_template has the wrong type", have=repr(chat_template)[:80], need="a text or None")
         say: Callable[[str], None] = _to_stderr if verbose else _silent
-        config = EngineConfig(model=model, quantization=quantization, kv_cache_dtype=kv_cache_dtype, **options)
+        folder = os.fspath(model) if isinstance(model, os.PathLike) else model
+        config = EngineConfig(model=folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, **options)
         self.config = prepare_model(config, say)
+        texts = ModelTexts.read(
+            self.config.model or "",
+            self.config.tokenizer,
+            trust_remote_code=config.trust_remote_code,
+            chat_template=chat_template,
+        )
         self.engine = Engine.from_config(self.config)
         for line in self.engine.facts.report:
             say(line)
-        self.inputs = InputProcessor.from_engine(
-            self.engine.facts, trust_remote_code=config.trust_remote_code, chat_template=chat_template
-        )
+        self.inputs = InputProcessor.from_engine(self.engine.facts, texts=texts)
         self.outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = itertools.count()
+        self._running = threading.Lock()
 
     def get_tokenizer(self) -> Any:
         return self.inputs.tokenizer
@@ -75,15 +86,21 @@ class LLM:
         """Complete prompts (texts, id lists, or {"prompt_token_ids": ids}); results in the order of the prompts.
 
         `sampling_params` is one for all or one each. Raises RequestError before anything runs when one is invalid.
+        Threads may call this at the same time; their calls run one after the other.
         """
         items = self._prompts(prompts)
         params = self._params(sampling_params, len(items))
-        ranks = list(priority) if priority is not None else [0] * len(items)
-        if len(ranks) != len(items):
-            raise RequestError("one priority for each prompt", param="priority", have=len(ranks), need=len(items))
+        ranks = self._ranks(priority, len(items))
+        if not isinstance(cache_salt, str | None):
+            raise RequestError("cache_salt is a text", param="cache_salt", have=type(cache_salt).__name__)
         requests = [
             self.inputs.process(
-                prompt, p, request_id=str(next(self._ids)), priority=rank, cache_salt=cache_salt
+                prompt,
+                p,
+                request_id=str(next(self._ids)),
+                priority=rank,
+                cache_salt=cache_salt,
+                shorten=sampling_params is None,
             )
             for prompt, p, rank in zip(items, params, ranks, strict=True)
         ]
@@ -101,6 +118,9 @@ class LLM:
         """Answer one conversation or a list of them through the model's chat template."""
         if not messages:
             raise RequestError("there are no messages", param="messages")
+        if not isinstance(messages, list | tuple):
+            kind = type(messages).__name__
+            raise RequestError("messages has the wrong type", param="messages", have=kind, need="a list of messages")
         single = isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         params = self._params(sampling_params, len(conversations))
@@ -112,23 +132,25 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                shorten=sampling_params is None,
             )
             for conversation, p in zip(conversations, params, strict=True)
         ]
         return self._run(requests)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
-        """The best continuations of each prompt, best first."""
+        """The best continuations of each prompt, best first. Raises RequestError before anything runs."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError("params has the wrong type", have=type(params).__name__, need="BeamSearchParams")
+        if params.beam_width > MAX_BEAM_LOGPROBS // 2:
+            most = MAX_BEAM_LOGPROBS // 2
+            raise RequestError("beam_width is too large", param="beam_width", have=params.beam_width, need=most)
+        whole = SamplingParams(max_tokens=params.max_tokens)
+        requests = [self.inputs.process(p, whole, request_id=str(next(self._ids))) for p in self._prompts(prompts)]
         eos = self.inputs.facts.eos_token_ids
-        found = []
-        for prompt in self._prompts(prompts):
-            request = self.inputs.process(prompt, SamplingParams(max_tokens=1), request_id=str(next(self._ids)))
-            found.append(beam_search(self._next_tokens, request.prompt_token_ids, params, eos))
-        return found
+        return [beam_search(self._next_tokens, r.prompt_token_ids, params, eos) for r in requests]
 
     def _next_tokens(self, sequences: list[list[int]], k: int) -> list[Candidates]:
-        if k > MAX_BEAM_LOGPROBS:
-            raise RequestError("beam_width is too large", param="beam_width", have=k // 2, need=MAX_BEAM_LOGPROBS // 2)
         one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=k, ignore_eos=True, detokenize=False)
         results = self.generate([list(s) for s in sequences], one)
         out: list[Candidates] = []
@@ -149,20 +171,46 @@ class LLM:
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.inputs.default_params()] * count
-        params = list(given)
-        if len(params) != count:
+        each = given if isinstance(given, list | tuple) else [given]
+        if odd := [type(p).__name__ for p in each if not isinstance(p, SamplingParams)]:
             raise RequestError(
-                "one SamplingParams for all prompts or one each", param="sampling_params", have=len(params), need=count
+                "sampling_params has the wrong type", param="sampling_params", have=odd[0], need="SamplingParams"
             )
-        return params
+        if len(given) != count:
+            raise RequestError(
+                "one SamplingParams for all prompts or one each", param="sampling_params", have=len(given), need=count
+            )
+        return list(given)
+
+    def _ranks(self, given: Any, count: int) -> list[int]:
+        """The priority of each prompt."""
+        if given is None:
+            return [0] * count
+        if not isinstance(given, list | tuple) or not all(type(p) is int and abs(p) < 2**31 for p in given):
+            raise RequestError("priority is a list of integers", param="priority", have=repr(given)[:80])
+        if len(given) != count:
+            raise RequestError("one priority for each prompt", param="priority", have=len(given), need=count)
+        if any(given) and self.config.scheduling_policy != "priority":
+            hint = 'leave it out, or LLM(scheduling_policy="priority")'
+            raise RequestError("requests are served first come, first served", param="priority", hint=hint)
+        return list(given)
 
     def _run(self, requests: Sequence[ProcessedRequest]) -> list[RequestResult]:
         """Run all requests to their end. One that fails alone raises; among others it ends with `error` set."""
-        for request in requests:
-            self.outputs.add(request)
-            for message in request.requests:
-                self.engine.add(message)
+        with self._running:
+            results = self._finish(requests)
+        for result in results:
+            for output in result.outputs:
+                if output.error is not None and len(results) == 1:
+                    raise QEngineError(f"request failed: {output.error}")
+        return results
+
+    def _finish(self, requests: Sequence[ProcessedRequest]) -> list[RequestResult]:
         try:
+            for request in requests:
+                self.outputs.add(request)
+                for message in request.requests:
+                    self.engine.add(message)
             while self.engine.has_work:
                 done = self.outputs.process(self.engine.step().outputs)
                 self.engine.abort(done.aborts)
@@ -170,12 +218,7 @@ class LLM:
             for request in requests:
                 self.engine.abort(self.outputs.abort(request.request_id))
             raise
-        results = [self.outputs.pop(request.request_id) for request in requests]
-        for result in results:
-            for output in result.outputs:
-                if output.error is not None and len(results) == 1:
-                    raise QEngineError(f"request failed: {output.error}")
-        return results
+        return [self.outputs.pop(request.request_id) for request in requests]
 
 
 def _to_stderr(line: str) -> None:

@@ -44,7 +44,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
             from qengine_calibration.prepared import prepared_kv_scales
 
             prepared_kv_scales(folder, config.kv_cache_dtype, say)
-    return dataclasses.replace(config, model=str(folder), tokenizer=str(tokenizer))
+    return dataclasses.replace(config, model=str(folder), tokenizer=str(tokenizer), revision=None)
 
 
 def _quantised_copy(folder: Path, config: EngineConfig, say: Say) -> Path:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from qengine.core.step import KVGroupSpec, blocks_for
 from qengine.errors import CapacityError
 
+LEAST_LEN = 2
+"""Shortest useful sequence: a prompt of one token and one to answer."""
+
 
 def format_bytes(num_bytes: float) -> str:
     """Such as "512 B" or "1.00 MiB": powers of 1024."""
@@ -252,9 +255,13 @@ def plan(inputs: PlanInput) -> MemoryPlan:
             have=f"{inputs.max_model_len} tokens",
             need=f"at most {inputs.model_max_len} tokens",
         )
+    if inputs.model_max_len < LEAST_LEN:
+        raise CapacityError(
+            "the model has no room for an answer", have=f"{inputs.model_max_len} positions", need=f"{LEAST_LEN}"
+        )
     usable = inputs.usable_blocks(inputs.block_bytes)
     fits = inputs.most_tokens(usable)
-    needed = inputs.blocks_for(inputs.max_model_len or 1)
+    needed = inputs.blocks_for(inputs.max_model_len or LEAST_LEN)
     claimed = inputs.kv_cache_memory_bytes is not None
     if (fits == 0 and not claimed) or (claimed and inputs.fixed + (usable + 1) * inputs.block_bytes > inputs.budget):
         raise _no_room(inputs, max(needed, usable) + 1)
@@ -293,7 +300,7 @@ def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
 
 def _too_long(inputs: PlanInput, fits: int, needed: int) -> CapacityError:
     """The KV cache exists but is too small for one request of the length asked for."""
-    asked = inputs.max_model_len or 1
+    asked = inputs.max_model_len or LEAST_LEN
     have = inputs.usable_blocks(inputs.block_bytes) * inputs.block_bytes
     need = needed * inputs.block_bytes
     physical = inputs.free - inputs.reserve - inputs.fixed - inputs.block_bytes
@@ -306,10 +313,10 @@ def _too_long(inputs: PlanInput, fits: int, needed: int) -> CapacityError:
         hint = fitting[0]
     elif need <= physical and inputs.kv_cache_memory_bytes is not None:
         hint = f"--kv-cache-memory-bytes {need}"
-    elif fits:
+    elif fits >= LEAST_LEN:
         hint = f"--max-model-len {fits}, or auto"
     else:
-        hint = f"--kv-cache-memory-bytes of at least {inputs.blocks_for(1) * inputs.block_bytes}"
+        hint = f"--kv-cache-memory-bytes of at least {inputs.blocks_for(LEAST_LEN) * inputs.block_bytes}"
     if others and not fitting:
         hint += "; even " + ", ".join(f"{name} holds only {held} tokens" for name, held in others.items())
     return CapacityError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, ConfigError
 from qengine.runtime.weight_files import PICKLED
 
 Say = Callable[[str], None]
@@ -28,6 +28,10 @@ def resolve_folder(
     """
     local = Path(name).expanduser()
     if local.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                "--revision is for hub models", have=f"the local folder {name}", hint="leave --revision out"
+            )
         return local.resolve()
     if local.exists():
         raise CheckpointError(f"{name} is a file", need="a model folder", hint="the folder that it lies in")
