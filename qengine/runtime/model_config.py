@@ -48,7 +48,7 @@ def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:
     the head is taken off the checkpoint's list. With no head in the file the embedding is used, unless config.json
     says in so many words that it is not tied: then the head is missing and accounting will say so.
     """
-    text = getattr(config, "text_config", None)
+    text: Any = getattr(config, "text_config", None)
     if not hasattr(text, "tie_word_embeddings"):  # none, or a model type that has no text_config of its own
         text = config
     stated = _stated_flag(checkpoint.raw_config)
