@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,7 @@ class Texts:
 
     def facts(self) -> dict[str, Any]:
         """For reports: everything but the ids."""
-        out = asdict(self)
-        del out["sequences"]
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
         return out | {"num_sequences": len(self.sequences), "tokens": self.tokens}
 
 

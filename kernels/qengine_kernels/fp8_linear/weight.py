@@ -89,7 +89,7 @@ def quantize_weight(weight: torch.Tensor, device: torch.device) -> Fp8Shard:
     step = max(1, CHUNK_BYTES // (4 * k))
     for first in range(0, n, step):
         rows = slice(first, first + step)
-        wide = weight[rows].to(device).to(torch.float32)
+        wide = weight[rows].to(device, torch.float32, copy=True)
         scale = wide.abs().amax(1, keepdim=True).div_(LARGEST).clamp_min_(LEAST_SCALE)
         codes[rows] = encode(wide.div_(scale), E4M3)
         scales[rows] = scale
