@@ -9,15 +9,16 @@ import traceback
 from collections.abc import Sequence
 
 from qengine import __version__
-from qengine.cli import eval as eval_command
 from qengine.cli import calibrate, inspect, plugins, pull, serve
-from qengine.cli.options import Parser, dashed, refuse_unknown
+from qengine.cli import eval as eval_command
+from qengine.cli.options import Parser, dashed, refuse_switch_value, refuse_unknown
 from qengine.errors import UserError
 
 COMMANDS = (serve, pull, plugins, inspect, calibrate, eval_command)
 DEBUG_ENV = "QENGINE_DEBUG"
 USER_ERROR = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -46,17 +47,18 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 2: something the user gave cannot work (one line on stderr); 130: interrupted."""
+    """Run one command. 0: done; 2: something the user gave cannot work (one line on stderr); 130: interrupted; 141:
+    the reader of the output has gone."""
     argv = dashed(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv or os.environ.get(DEBUG_ENV, "0") not in ("", "0")
     try:
-        parser, by_name = build_parser()
-        args, unknown = parser.parse_known_args(argv)
-        refuse_unknown(by_name.get(args.command or "", parser), unknown)
-        if args.command is None:
-            parser.print_help()
-            return 0
-        return int(args.run(args))
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `qengine inspect MODEL | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except UserError as e:
         if debug:
             traceback.print_exc()
@@ -64,6 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser, by_name = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    refuse_switch_value(args)
+    refuse_unknown(by_name.get(args.command or "", parser), unknown)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
+import re
 import sys
 import types
 import typing
@@ -17,6 +19,10 @@ from qengine.errors import ConfigError
 
 C = TypeVar("C")
 
+SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "0", "1")
+NEGATIVE = re.compile(r"-\.?\d\S*")
+"""What is a value and no flag: also -4G and -1e9, which argparse's own pattern does not know."""
+
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS_NOTE = (
     "Integers may end in a unit: k, m, g count in thousands, K, M, G in 1024s (32k = 32000, 32K = 32768, 4G = 4 GiB)."
@@ -28,6 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
+        self._negative_number_matcher = NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -155,13 +162,34 @@ def config_from(config: type[C], args: argparse.Namespace) -> C:
 
 
 def take_model(args: argparse.Namespace) -> None:
-    """MODEL, given in its place, is --model."""
+    """MODEL, given in its place, is --model. Raises ConfigError where a flag has taken it, or the other way round."""
     model = args.positional_model
     if model is None:
+        _refuse_swallowed_model(args)
         return
     if getattr(args, "model", model) != model:
         raise ConfigError("two models", have=f"{model} and --model {args.model}", need="one")
     args.model = model
+
+
+def _refuse_swallowed_model(args: argparse.Namespace) -> None:
+    """`--served-model-name NAME MODEL` gives the flag two names: better said than served as the demo model."""
+    if getattr(args, "model", None) is not None:
+        return
+    for name, values in vars(args).items():
+        if not isinstance(values, list) or not values:
+            continue
+        flag, last = "--" + name.replace("_", "-"), values[-1]
+        if os.path.isdir(last) or (len(values) > 1 and "/" in last):
+            raise ConfigError(f"no MODEL is left: {flag} took {last!r}", hint=f"MODEL before {flag}, or --model")
+
+
+def refuse_switch_value(args: argparse.Namespace) -> None:
+    """Raise ConfigError for `--enforce-eager true` and the like, whose value would be taken for MODEL."""
+    word = str(getattr(args, "positional_model", None))
+    if word.lower() in SWITCH_VALUES and not os.path.isdir(word):
+        hint = "--FLAG for on, --no-FLAG for off"
+        raise ConfigError(f"{word!r} would be the MODEL; switches take no value", hint=hint)
 
 
 def say(line: str) -> None:

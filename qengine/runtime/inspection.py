@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from qengine.config import EngineConfig
-from qengine.errors import CapabilityError, CheckpointError, UserError
+from qengine.errors import CapabilityError, CheckpointError, ConfigError, UserError
 from qengine.layers.linear import Linear, whole
 from qengine.layers.module import Leaf, ModelContext
 from qengine.models.model import Model
@@ -26,7 +26,8 @@ from qengine.runtime.header_checkpoint import HeaderCheckpoint
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.model_config import load_config
-from qengine.runtime.quant_select import QuantChoice, select_quant
+from qengine.runtime.model_texts import ModelTexts
+from qengine.runtime.quant_select import DENSE, QuantChoice, select_quant
 from qengine.runtime.safetensors_file import tensor_bytes
 from qengine.runtime.survey import Survey, survey
 
@@ -110,9 +111,8 @@ def inspect_folder(config: EngineConfig) -> Inspection:
     except UserError as e:
         out.problem(e)
         return out
-    asked = config.quantization
-    if asked and checkpoint.is_dense() and not load_plugin("weight", asked).quantizes_at_load:
-        out.notes.append(f"serving makes a copy with {asked} weights first; this is about the checkpoint as it is")
+    _copy(out, config.quantization, checkpoint)
+    _texts(out, config)
     try:
         _model(out, config, checkpoint, choice)
     except UserError as e:
@@ -121,6 +121,30 @@ def inspect_folder(config: EngineConfig) -> Inspection:
     if out.servable:
         _plan(out, config)
     return out
+
+
+def _copy(out: Inspection, asked: str | None, checkpoint: HeaderCheckpoint) -> None:
+    """What serving would make of a 16-bit checkpoint first."""
+    if asked in (None, DENSE) or not checkpoint.is_dense():
+        return
+    plugin = load_plugin("weight", asked)
+    if plugin.quantizes_at_load:
+        return
+    if plugin.quantizer() is None:
+        out.problem(ConfigError(f"{asked} weights cannot be made from this 16-bit checkpoint"))
+    else:
+        out.notes.append(f"serving makes a copy with {asked} weights first; this is about the checkpoint as it is")
+
+
+def _texts(out: Inspection, config: EngineConfig) -> None:
+    """A tokenizer can be given beside the model, so its lack is a note."""
+    folder = config.tokenizer or config.model
+    if folder is None or not Path(folder).is_dir():
+        return
+    try:
+        ModelTexts.read(config.model or "", folder, trust_remote_code=config.trust_remote_code)
+    except UserError as e:
+        out.notes.append(f"serving would refuse its texts: {e}")
 
 
 def _files(out: Inspection, checkpoint: HeaderCheckpoint) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -89,6 +91,16 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve --quant nope", ["--quantization", "'nope'", "awq |", "dense"]),
         ("serve --kv-dtype fp9", ["--kv-cache-dtype", "'fp9'", "fp8_e4m3", "--kv-cache-dtype fp8"]),
         ("serve --seed", ["--seed", "expected one argument"]),
+        ("serve --kv-cache-memory-bytes -4G", ["--kv-cache-memory-bytes is too small", "have: -4294967296"]),
+        ("serve --max-model-len 1", ["--max-model-len is too small", "need: >= 2"]),
+        ("serve --enforce-eager true", ["'true' would be the MODEL", "switches take no value"]),
+        ("serve --access-log yes some/model", ["'yes' would be the MODEL"]),
+        ("serve --served-model-name mine some/model", ["--served-model-name took 'some/model'", "--model"]),
+        ("serve --api-key .", ["--api-key took '.'"]),
+        ("serve --revision main", ["--revision is for hub models"]),
+        ("pull demo --revision main", ["--revision is for hub models"]),
+        ("serve --tokenizer=", ["--tokenizer is empty"]),
+        ("serve --model=", ["--model is empty"]),
         ("frobnicate", ["invalid choice", "frobnicate", "serve"]),
     ],
 )
@@ -122,6 +134,14 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--quant, -q, --quantization NAME" in text
     assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
     assert "{auto,safetensors,pt,npcache,dummy}" in text
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "qengine.cli.main", "plugins"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # long before the child has imported anything
+        err = process.stderr.read()
+        assert (process.wait(60), err) == (141, b"")
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from awq_files import make_awq
 from qengine.cli.main import main
 from qengine.runtime import checkpoint, safetensors_file
-from toy_models import llama_config, make_tiny, make_tiny_awq, write_json
+from toy_models import llama_config, make_bytetok, make_tiny, make_tiny_awq, write_json
 
 Capture = pytest.CaptureFixture[str]
 
@@ -151,6 +151,25 @@ def test_kv_scales_with_their_source(value: float, tmp_path: Path, capsys: Captu
     partial = inspect(capsys, str(tmp_path), "--device", "cpu")
     assert "fp8_e4m3 is refused" in partial["KV scales"][-1] and "only one of K and V" in partial["KV scales"][-1]
     assert "only one of K and V" in inspect(capsys, str(tmp_path), "--kv-dtype", "fp8", code=1)["Problems"][0]
+
+
+def test_what_serving_would_make_or_refuse(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path)
+    assert not inspect(capsys, str(tmp_path), "--quant", "dense").get("Problems")
+    assert "makes a copy with awq" in inspect(capsys, str(tmp_path), "--quant", "awq")["Notes"][0]
+    found = inspect(capsys, str(tmp_path), "--quant", "compressed-tensors", code=1)
+    assert "compressed-tensors weights cannot be made from this 16-bit checkpoint" in found["Problems"][0]
+
+
+def test_a_model_without_tokenizer_is_told(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "texts").mkdir()
+    make_tiny(tmp_path)
+    told = "serving would refuse its texts"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert any(told in note for note in inspect(capsys, str(tmp_path))["Notes"])
+    tokenizer = str(make_bytetok(tmp_path / "texts"))
+    assert not any(told in note for note in inspect(capsys, str(tmp_path), "--tokenizer", tokenizer).get("Notes", []))
 
 
 def test_what_needs_data_is_said(tmp_path: Path, capsys: Capture) -> None:
