@@ -8,8 +8,8 @@ from qengine import LLM
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 MARGINS = {"half": 0.7, "bfloat16": 1.0}
-"""Natural log: the likeliest token is about twice as likely as the next. Below that, K and V that fall on the other side
-of an fp8 rounding step, and bfloat16 logits with a spacing of 0.125 to 0.25, can decide."""
+"""Natural log: the likeliest token is about twice as likely as the next. Below that, K and V that fall on the other
+side of an fp8 rounding step, and bfloat16 logits with a spacing of 0.125 to 0.25, can decide."""
 QUESTIONS = [
     "What is the capital of France?",
     "Write one sentence about the sea.",

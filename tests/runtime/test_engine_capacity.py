@@ -41,10 +41,9 @@ def test_a_longer_length_is_refused_with_both_numbers(tiny: Path, kv: str) -> No
 
 def test_short_memory_takes_the_compact_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine where int4 with its dense copy does not fit, the copy is left out and the report says so."""
-    from toy_models import make_tiny_awq
-
     from qengine.config import EngineConfig
     from qengine.runtime import build, device
+    from toy_models import make_tiny_awq
 
     folder, _ = make_tiny_awq(tmp_path, group=64)
     config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_batched_tokens=32, max_num_seqs=4)
