@@ -227,5 +227,5 @@ class GptqQuant(WeightQuant):
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:
-        """Options: bits (4), group_size (128; -1: one group), symmetric (True), act_order (False), damping (0.01)."""
+        """Options: bits (4), group_size (128; -1: one group), symmetric (True), act_order (True), damping (0.01)."""
         return GptqQuantizer(**options)

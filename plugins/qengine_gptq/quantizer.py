@@ -12,7 +12,7 @@ import torch
 
 from qengine.plugin import CalibratedQuantizer, InputStats, LinearSpec
 from qengine_gptq.layout import BITS, pack, pack_columns
-from qengine_gptq.rounding import Grid, gptq_codes, grids, nearest_codes
+from qengine_gptq.rounding import Grid, gptq_codes, grids, nearest_codes, shrunk
 
 HEADS = ("lm_head", "embed_out", "output")
 
@@ -22,7 +22,7 @@ class GptqQuantizer(CalibratedQuantizer):
     are rounded first, in groups that g_idx scatters."""
 
     def __init__(
-        self, bits: int = 4, group_size: int = 128, symmetric: bool = True, act_order: bool = False,
+        self, bits: int = 4, group_size: int = 128, symmetric: bool = True, act_order: bool = True,
         damping: float = 0.01,
     ) -> None:
         """`damping` times the mean of the Hessian's diagonal is added to it; more, stepwise, where that isn't enough.
@@ -64,8 +64,9 @@ class GptqQuantizer(CalibratedQuantizer):
         order = torch.arange(spec.in_features, device=w.device)
         if self.act_order:
             order = torch.argsort(stats.moment.diagonal(), descending=True, stable=True)
+        moment = shrunk(stats.moment, stats.tokens)
         codes, grid = gptq_codes(
-            w[:, order], stats.moment[order][:, order], self._size(spec), self.bits, self.symmetric, self.damping
+            w[:, order], moment[order][:, order], self._size(spec), self.bits, self.symmetric, self.damping
         )
         back = torch.argsort(order)
         groups = (torch.arange(spec.in_features, device=w.device) // self._size(spec))[back]

@@ -115,6 +115,13 @@ def gptq_codes(
     return codes, Grid(torch.stack(scales), torch.stack(zeros))
 
 
+def shrunk(moment: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The moment [K, K] with what few tokens cannot tell taken back: the fewer tokens for each input, the less the
+    correlations between inputs count. Errors moved along chance correlations hurt on any other text."""
+    share = len(moment) / (len(moment) + tokens)
+    return moment * (1 - share) + torch.diag(moment.diagonal() * share)
+
+
 def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
     """The upper Cholesky factor of the damped moment's inverse. Raises ValueError when no damping helps."""
     diagonal = moment.diagonal()

@@ -43,6 +43,7 @@ class CalibrateConfig:
         group=WEIGHTS,
     )  # fmt: skip
     zero_point: bool | None = option(None, "Zero points (awq)", group=WEIGHTS)
+    symmetric: bool | None = option(None, "One zero point for all groups, in the middle (gptq)", group=WEIGHTS)
     act_order: bool | None = option(None, "Round inputs in the order of their size (gptq)", group=WEIGHTS)
     granularity: str | None = option(
         None, "What shares a scale: channel or block (fp8)", group=WEIGHTS, metavar="NAME"
@@ -132,7 +133,7 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
 
     weights = kv = None
     if config.quant is not None:
-        names = ("bits", "group_size", "zero_point", "act_order", "granularity")
+        names = ("bits", "group_size", "zero_point", "symmetric", "act_order", "granularity")
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
         kv = KVOptions(load_plugin("kv", config.kv_dtype)(), config.kv_granularity, config.method)

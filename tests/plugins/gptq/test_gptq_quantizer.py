@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -98,6 +100,15 @@ def test_dead_inputs_and_singular_moments() -> None:
     assert float((x @ (got - weights()).t()).norm()) < float((x @ (plain - weights()).t()).norm())
     few = stats(x[:5])  # rank 5
     assert torch.isfinite(meaning(q, q.quantize_calibrated(SPEC, weights(), few))).all()
+
+
+def test_chance_correlations_of_few_tokens_count_less() -> None:
+    """On other inputs of the same kind, 300 tokens of unrelated channels are worth more when known to be few."""
+    x, q = torch.randn(4000, 256, generator=torch.Generator().manual_seed(3)), GptqQuantizer(4, 64)
+    few = stats(x[:300])
+    careful = output_error(q, q.quantize_calibrated(SPEC, weights(), few), x[300:])
+    trusting = output_error(q, q.quantize_calibrated(SPEC, weights(), replace(few, tokens=10**9)), x[300:])
+    assert careful < 0.97 * trusting
 
 
 def test_damping_is_raised_until_it_helps() -> None:
