@@ -11,10 +11,11 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -26,6 +27,7 @@ from qengine.config import EngineConfig
 from qengine.errors import EngineDeadError, UserError
 from qengine.messages import Abort, EngineStats, NewRequest, RequestOutput, StepOutputs
 from qengine.runtime.facts import EngineFacts
+from qengine.server.parent_watch import CLEAN_UP_S, SIGNALS
 from qengine.server.protocol import Died, FromEngine, Ready, Start, StartFailed, Stop, ToEngine
 
 ENGINE_FACTORY = "qengine.server.engine_process:build_engine"
@@ -37,7 +39,8 @@ LAST_WORDS_S = 5.0
 """How long to wait for the message that explains why a process has ended."""
 
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from qengine.server.engine_process import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qengine.server.engine_process import main; main(sys.argv[2])"
 )
 _SOCKET_PATH_ROOM = 70
 """Longest temporary folder that still leaves a Unix socket's path below the system's limit (107 bytes)."""
@@ -136,15 +139,17 @@ class EngineClient:
         """
         temp = tempfile.gettempdir()
         folder = tempfile.mkdtemp(prefix="qengine-", dir=temp if len(temp) < _SOCKET_PATH_ROOM else "/tmp")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _BOOTSTRAP,
-            json.dumps(sys.path),
-            stdin=asyncio.subprocess.PIPE,
-            # OpenMP threads that spin between steps would starve the HTTP process
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-        )
+        with _blocked_signals():
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                _BOOTSTRAP,
+                json.dumps(sys.path),
+                folder,
+                stdin=asyncio.subprocess.PIPE,
+                # OpenMP threads that spin between steps would starve the HTTP process
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
         client = cls(process, folder)
         start = Start(
             config=config,
@@ -249,15 +254,17 @@ class EngineClient:
         return Health(reason, silent, still)
 
     async def shutdown(self, *, kill: bool = False) -> None:
-        """End the process: by Stop, then by force. Safe to call twice."""
+        """End the process, by Stop or (`kill`) by the end of its standard input, then by force. Safe to call twice."""
         if self._stopping:
             return
-        if not kill:
+        if kill and self.process.stdin is not None:
+            self.process.stdin.close()
+        elif not kill:
             with contextlib.suppress(EngineDeadError):
                 self.send(Stop())
         self._stopping = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 0.01 if kill else STOP_TIMEOUT_S)
+            await asyncio.wait_for(self.process.wait(), CLEAN_UP_S + 1 if kill else STOP_TIMEOUT_S)
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it may end by itself right now
                 self.process.kill()
@@ -269,6 +276,17 @@ class EngineClient:
         self._from_engine.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process that is started meanwhile inherits the block: no signal ends it before its handlers are there. What
+    comes to this process waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _address(folder: str, name: str) -> str:

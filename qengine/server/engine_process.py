@@ -8,9 +8,8 @@ parent is gone.
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from qengine.config import EngineConfig
 from qengine.errors import UserError
 from qengine.messages import Abort, EngineStats, NewRequest, StepOutputs
 from qengine.runtime.facts import EngineFacts
+from qengine.server.parent_watch import ParentWatch
 from qengine.server.protocol import Died, FromEngine, Ready, Start, StartFailed, Stop, ToEngine
 
 LAST_WORDS_MS = 2000
@@ -103,21 +103,15 @@ def send(socket: zmq.Socket[bytes], message: FromEngine) -> None:
     socket.send(msgspec.msgpack.encode(message))
 
 
-def _exit_with_parent() -> None:
-    """Block until standard input ends, which happens only when the parent has closed it or is dead."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
-
-
 def _resolve(factory: str) -> Callable[[EngineConfig], EngineLike]:
     module, _, name = factory.partition(":")
     found: Callable[[EngineConfig], EngineLike] = getattr(import_module(module), name)
     return found
 
 
-def run(start: Start) -> int:
-    """Build the engine, serve until Stop. Returns the exit code: 0 after Stop, 2 for a user's error, 1 otherwise."""
+def run(start: Start, parent: ParentWatch) -> int:
+    """Build the engine, serve until Stop. Returns the exit code: 0 after Stop, 2 for a user's error, 1 otherwise.
+    Raises KeyboardInterrupt when the parent gives up while the engine is built."""
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
@@ -126,7 +120,10 @@ def run(start: Start) -> int:
         socket.connect(address)
     engine = None
     try:
-        engine = _resolve(start.factory)(start.config)
+        try:
+            engine = _resolve(start.factory)(start.config)
+        finally:
+            parent.building = False
         send(outbox, Ready(facts=engine.facts))
         EngineLoop(engine, inbox, outbox, start.heartbeat_s).run()
         engine.shutdown()
@@ -135,27 +132,30 @@ def run(start: Start) -> int:
         started = engine is not None
         user_error = isinstance(e, UserError) and not started
         text = str(e) if user_error else f"{type(e).__name__}: {e}"
-        send(outbox, Died(error=text) if started else StartFailed(error=text, user_error=user_error))
         if not user_error:
-            traceback.print_exc()
+            traceback.print_exc()  # first: after its last message the parent may end this process at any time
+        send(outbox, Died(error=text) if started else StartFailed(error=text, user_error=user_error))
         return 2 if user_error else 1
     finally:
         context.destroy()
 
 
-def main() -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        # a handler that does nothing, not SIG_IGN: programs started from here (pip) shall still end at Ctrl-C
-        signal.signal(signum, lambda *_: None)
+def main(folder: str) -> None:
+    """`folder`: where the parent's sockets lie."""
+    parent = ParentWatch(folder)
     line = bytearray()
     while not line.endswith(b"\n"):
         chunk = os.read(0, 65536)
         if not chunk:
+            shutil.rmtree(folder, ignore_errors=True)
             sys.exit(1)
         line += chunk
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     start = msgspec.json.decode(bytes(line), type=Start)
-    code = run(start)
+    try:
+        parent.start()
+        code = run(start, parent)
+    except KeyboardInterrupt:
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of compute libraries must not hold the process up
+    parent.leave(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -163,6 +164,47 @@ def test_signal_while_starting_exits_0(folder: Path) -> None:
     made.process.send_signal(signal.SIGTERM)
     assert made.wait(20) == 0
     assert "Traceback" not in made.text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_start_that_is_given_up_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """Neither a half-made folder in the cache nor one for sockets, nor a process: also after kill -9."""
+    cache = tmp_path / "cache"
+    with tempfile.TemporaryDirectory(dir="/tmp") as temp:
+        monkeypatch.setenv("TMPDIR", temp)
+        fake_engine.write_script(folder, chain_map(b"abc"), build_s=60, makes=str(cache / "model"))
+        made = ServerProcess(folder, FAKE, {}, {})
+        until(lambda: list(cache.glob(".model.partial-*")), 20)
+        assert os.listdir(temp), "the sockets lie elsewhere"
+        engine = made.engine_pid()
+        made.process.send_signal(signum)
+        assert made.wait(20) == (-signal.SIGKILL if signum == signal.SIGKILL else 0)
+        until(lambda: not running_process(engine), 10)
+        assert [p.name for p in cache.iterdir()] == ["model.lock"]
+        assert os.listdir(temp) == []
+        assert "Traceback" not in made.text
+
+
+def running_process(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_a_terminal_signal_before_the_engine_process_is_up_changes_nothing(folder: Path) -> None:
+    """Ctrl-C goes to both processes, and the engine's is left to its parent: also while it still imports."""
+    made = ServerProcess(folder, FAKE, {}, {})
+    try:
+        until(lambda: engine_started(made), 20)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            os.kill(made.engine_pid(), signum)
+        made.wait_ready()
+        assert "Traceback" not in made.text
+    finally:
+        assert made.stop() == 0
 
 
 def engine_started(made: ServerProcess) -> bool:

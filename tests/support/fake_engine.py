@@ -6,6 +6,7 @@ some prompts have effects, so that a test can break the engine from outside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from qengine.config import EngineConfig
 from qengine.errors import CheckpointError
 from qengine.messages import EngineStats, NewRequest, RequestOutput, StepOutputs, TokenLogprobs
+from qengine.runtime.cache_dir import building
 from qengine.runtime.facts import EngineFacts
 
 BLOCK = 16
@@ -133,7 +135,8 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 def write_script(
     folder: Path, after: dict[int, int], *, step_s: float = 0.001, build_s: float = 0, **effects: str
 ) -> None:
-    """`effects`: refuse="text" makes the start fail with a user's error, crash="text" with another one."""
+    """`effects`: refuse="text" makes the start fail with a user's error, crash="text" with another one, makes="path"
+    makes a folder in the way that the cache's are made, for the time of the build."""
     script = {"after": after, "step_s": step_s, "build_s": build_s, **effects}
     (folder / "fake.json").write_text(json.dumps(script), encoding="utf-8")
 
@@ -141,7 +144,8 @@ def write_script(
 def build(config: EngineConfig) -> FakeEngine:
     """The factory "fake_engine:build"."""
     script = json.loads((Path(str(config.model)) / "fake.json").read_text(encoding="utf-8"))
-    time.sleep(script["build_s"])
+    with building(Path(script["makes"])) if "makes" in script else contextlib.nullcontext():
+        time.sleep(script["build_s"])
     if "refuse" in script:
         raise CheckpointError(script["refuse"])
     if "crash" in script:
