@@ -5,6 +5,7 @@ Whatever a family does not implement is refused here by field name and value, be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,20 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPE_ALIASES = {"su": "longrope"}
 """Names that older checkpoints use."""
 ROPE_DEFAULT_THETA = 10000.0
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+"""RoPE settings that are numbers, or lists of them, above 0 where they are given."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ def read_shape(config: Any) -> DecoderShape:
     if heads % kv_heads:
         raise refuse(config, "num_key_value_heads", f"it must divide num_attention_heads = {heads}")
     hidden = positive(config, "hidden_size")
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    head_dim = positive(config, "head_dim") if getattr(config, "head_dim", None) else hidden // heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation not in ACTIVATIONS:
         field = "hidden_activation" if getattr(config, "hidden_activation", None) else "hidden_act"
@@ -62,7 +77,7 @@ def read_shape(config: Any) -> DecoderShape:
         num_layers=positive(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         norm_eps=float(config.rms_norm_eps),
         activation=str(activation),
     )
@@ -109,7 +124,16 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
         out["rope_theta"] = ROPE_DEFAULT_THETA if theta is None else theta
     out["rope_type"] = out.get("rope_type") or out.get("type") or "default"
     out["rope_type"] = ROPE_TYPE_ALIASES.get(out["rope_type"], out["rope_type"])
+    for field in ROPE_NUMBERS:
+        values = out.get(field)
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if value is not None and not _is_positive(value):
+                raise refuse(config, "rope_parameters", f"{field}: a number above 0 is needed")
     return out
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def read_rope(
@@ -145,8 +169,9 @@ def read_rope(
 
 def original_max_position(config: Any, parameters: Mapping[str, Any]) -> int:
     """Context length before scaling; a top-level field (Phi 3) wins over the one in the RoPE settings."""
-    value = getattr(config, "original_max_position_embeddings", None)
-    value = value or parameters.get("original_max_position_embeddings")
+    if getattr(config, "original_max_position_embeddings", None):
+        return positive(config, "original_max_position_embeddings")
+    value = parameters.get("original_max_position_embeddings")
     return int(value or positive(config, "max_position_embeddings"))
 
 

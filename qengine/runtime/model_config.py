@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
@@ -31,11 +31,11 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
             checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as e:  # transformers raises anything from KeyError to OSError here
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        said = " ".join(str(e).split()) or type(e).__name__
         kind = raw.get("model_type")
         raise CheckpointError(
-            f"config.json (model_type {kind!r}) is not understood: {first}",
-            hint="a model type that the installed transformers knows",
+            f"config.json (model_type {kind!r}) is not understood: {said[:300]}",
+            hint="a model type that the installed transformers knows" if str(kind) not in CONFIG_MAPPING else None,
         ) from e
     checkpoint.notes += settle_tied(config, checkpoint) + settle_experts(config, checkpoint)
     return config

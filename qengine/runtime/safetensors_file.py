@@ -71,12 +71,15 @@ def tensor_bytes(info: TensorInfo) -> int:
 
 def read_header(path: Path) -> FileHeader:
     """Read and check one file's header; no data is read. Raises CheckpointError naming the file and the numbers."""
-    size = path.stat().st_size
-    with path.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER, size - 8):
-            raise _damaged(path, f"its header of {length} bytes does not fit into {size} bytes")
-        raw = f.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                raise _damaged(path, f"its header of {length} bytes does not fit into {size} bytes")
+            raw = f.read(length)
+    except OSError as e:
+        raise CheckpointError(f"{path.name} cannot be read: {e.strerror or e}") from e
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
     except _TwiceError as e:

@@ -83,6 +83,11 @@ def weight_files(folder: Path, kind: Kind) -> WeightFiles | None:
         files, listed, why = _without_index(found, kind), None, "the weights are in {files}"
     else:
         return None
+    if odd := [name for name in files if not (folder / name).is_file()]:
+        link = (folder / odd[0]).is_symlink()
+        raise CheckpointError(
+            f"{first_names(odd)}: " + ("a link to nothing" if link else "no file"), hint=UNFINISHED if link else None
+        )
     why = why.format(files=first_names(files))
     stray = [f"{name} is ignored: {why}" for name in found if name not in files]
     return WeightFiles([folder / name for name in files], listed, stray)

@@ -77,6 +77,14 @@ def test_max_position(fields: dict[str, Any], want: int) -> None:
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, ["short_factor", "32"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"max_position_embeddings": None}, ["max_position_embeddings"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["factor", "above 0"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor", "above 0"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, ["factor", "above 0"]),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": -4}}, ["high_freq_factor"]),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 0], "long_factor": [1]}}, ["short_factor"]),
+        ({"rope_theta": 0}, ["rope_theta"]),
+        ({"rope_theta": "x"}, ["rope_theta"]),
+        ({"original_max_position_embeddings": "x"}, ["original_max_position_embeddings"]),
     ],
 )
 def test_rope_refusals_name_the_field(fields: dict[str, Any], words: list[str]) -> None:
@@ -109,6 +117,8 @@ def test_shape_defaults() -> None:
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "4"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
         ({"vocab_size": None}, ["vocab_size"]),
+        ({"head_dim": -16}, ["head_dim", "-16"]),
+        ({"head_dim": 16.5}, ["head_dim", "16.5"]),
     ],
 )
 def test_shape_refusals_name_the_field(fields: dict[str, Any], words: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qengine.errors import CheckpointError
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.model_config import load_config
 from qengine.runtime.safetensors_file import DTYPES, read_header, read_tensor
 from toy_models import awq_config, llama_config, llama_tensors, make_tiny, make_tiny_awq, write_json
 
@@ -201,6 +203,51 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", llama_config())
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         Checkpoint.open(tmp_path)
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    """A link to nothing is what a cleaned hub cache leaves; a pipe must not be waited for."""
+    path = make_tiny(tmp_path) / "model.safetensors"
+    for make, words in (
+        (lambda: path.symlink_to("/nowhere"), r"model\.safetensors: a link to nothing.*unfinished download"),
+        (lambda: path.mkdir(), r"model\.safetensors: no file"),
+        (lambda: os.mkfifo(path), r"model\.safetensors: no file"),
+    ):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make()
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint.open(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Permission denied"):
+        read_header(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 65}, ["model_type 'llama'", "65"]),
+        ({"num_hidden_layers": "2"}, ["num_hidden_layers", "int"]),
+        ({"model_type": "nope"}, ["nope", "a model type that the installed transformers knows"]),
+    ],
+    ids=str,
+)
+def test_the_whole_reason_of_a_config_that_is_not_understood(
+    tmp_path: Path, fields: dict[str, object], words: list[str]
+) -> None:
+    folder = make_tiny(tmp_path)
+    write_json(folder / "config.json", {**json.loads((folder / "config.json").read_text()), **fields})
+    with pytest.raises(CheckpointError) as e:
+        load_config(Checkpoint.open(folder))
+    assert all(w in str(e.value) for w in words), str(e.value)
+    assert ("installed transformers" in str(e.value)) == (fields.get("model_type") == "nope")
 
 
 OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
