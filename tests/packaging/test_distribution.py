@@ -152,7 +152,7 @@ def test_ci_runs_the_readme_line() -> None:
     """.ci/run takes its one command from between the markers, so that the two cannot drift."""
     line = (ROOT / "README.md").read_text().split("<!-- test:begin -->")[1].split("<!-- test:end -->")[0]
     commands = [s for s in line.splitlines() if s and not s.startswith("```")]
-    assert commands == ["python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"]
+    assert commands == ["python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest -n auto"]
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", str(script)], check=True)
