@@ -113,7 +113,7 @@ class AwqScheme(LinearScheme):
         qweight, scales = joined(parts, "qweight"), joined(parts, "scales")
         qzeros = joined(parts, "qzeros") if self.zero_point else None
         bias = torch.cat([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
-        if device.type == "cpu":
+        if info.type == "cpu":
             return self._bind_cpu(qweight, qzeros, scales, bias, dtype)
         from qengine_awq.kernels import AwqCudaLinear
 
@@ -131,7 +131,7 @@ class AwqScheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_awq.kernels import AwqCudaExperts, AwqCudaLinear, chip_of
 

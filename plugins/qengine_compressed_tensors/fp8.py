@@ -58,6 +58,7 @@ class Fp8Op(LinearOp):
         self.linear = linear
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kernel = linear.kernel
+        self.rounds_activations = getattr(linear, "native", False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.linear(x)
@@ -128,7 +129,7 @@ class Fp8Scheme(LinearScheme):
             shard.tensors.clear()
         outs = [shard.spec.out_features for shard in shards]
         weight = place(stack_shards(parts, self.stored.block, device))
-        if device.type == "cpu":
+        if info.type == "cpu":
             return Fp8Op(Fp8CpuLinear(weight, bias, dtype, tuning().dense))
         from qengine_compressed_tensors.kernels import chip_of
         from qengine_kernels.fp8_linear.cuda import Fp8CudaLinear
@@ -144,7 +145,7 @@ class Fp8Scheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_compressed_tensors.experts import Fp8CudaExperts
         from qengine_compressed_tensors.kernels import chip_of

@@ -54,6 +54,8 @@ def exact_int_mm() -> bool:
 class Int8CpuOp(LinearOp):
     """codes int8 [N, K], scales float32 [N], bias [N] or None; `x_scale` None: activations per token."""
 
+    rounds_activations = True
+
     def __init__(
         self,
         codes: torch.Tensor,
@@ -138,7 +140,7 @@ class Int8Scheme(LinearScheme):
         weight = codes[0] if len(codes) == 1 else torch.cat(codes)
         bias = torch.cat(biases).to(device) if biases else None
         op: LinearOp
-        if device.type == "cpu":
+        if info.type == "cpu":
             op = Int8CpuOp(weight, torch.cat(scales), bias, x_scale, dtype)
         else:
             from qengine_compressed_tensors.kernels import Int8CudaLinear
@@ -150,7 +152,7 @@ class Int8Scheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_compressed_tensors.experts import Int8CudaExperts
         from qengine_compressed_tensors.kernels import chip_of

@@ -147,6 +147,8 @@ class Int8CudaLinear(LinearOp):
     dtype    of x and y
     """
 
+    rounds_activations = True
+
     def __init__(
         self,
         codes: torch.Tensor,

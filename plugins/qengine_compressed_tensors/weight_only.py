@@ -138,7 +138,7 @@ class WeightOnlyInt(LinearScheme):
             parts.append(self.stored.decode(shard.spec, shard.tensors, device))
             shard.tensors.clear()
         bias = torch.cat([b for b in biases if b is not None]) if shards[0].spec.bias else None
-        if device.type == "cpu" and not self.keeps_codes(shards[0].spec.in_features, dtype):
+        if info.type == "cpu" and not self.keeps_codes(shards[0].spec.in_features, dtype):
             dense = torch.cat([self.stored.dense(part) for part in parts])
             return IntCpuLinear(DenseCpuLinear(dense, bias, dtype, tuning().dense), None, self.stored.bits)
         if not same_order(parts):
@@ -151,7 +151,7 @@ class WeightOnlyInt(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_compressed_tensors.experts import PackedCudaExperts
         from qengine_compressed_tensors.kernels import chip_of
@@ -165,7 +165,7 @@ class WeightOnlyInt(LinearScheme):
         self, w: Codes, bias: torch.Tensor | None, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
         s = self.stored
-        if device.type != "cpu":
+        if info.type != "cpu":
             from qengine_compressed_tensors.kernels import IntCudaLinear
 
             placed = None if bias is None else bias.to(device)

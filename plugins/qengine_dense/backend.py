@@ -100,7 +100,7 @@ class DenseScheme(LinearScheme):
     ) -> LinearOp:
         weight = join([s.tensors.pop("weight") for s in shards])
         bias = join([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
-        if device.type == "cpu":
+        if info.type == "cpu":
             return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, self.way()))
         weight = weight.to(device, dtype)
         return DenseCudaOp(weight, None if bias is None else bias.to(device, dtype))
@@ -108,7 +108,7 @@ class DenseScheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_dense.experts import DenseCudaExperts
 

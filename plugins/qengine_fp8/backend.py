@@ -108,7 +108,7 @@ class Fp8Scheme(LinearScheme):
         bias = torch.cat([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
         parts = self.read(shards, device)
         weight = stack_shards(parts, self.stored.block, device)
-        if device.type == "cpu":
+        if info.type == "cpu":
             return Fp8CpuOp(Fp8CpuLinear(weight, bias, dtype, tuning().dense))
         from qengine_fp8.kernels import bind_cuda
 
@@ -119,7 +119,7 @@ class Fp8Scheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_fp8.kernels import Fp8CudaExperts, chip_of
 

@@ -21,7 +21,7 @@ class Fp8CudaOp(LinearOp):
     def __init__(self, linear: Fp8CudaLinear) -> None:
         self.linear = linear
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kernel = linear.kernel
+        self.kernel, self.rounds_activations = linear.kernel, linear.native
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

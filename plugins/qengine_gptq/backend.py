@@ -160,7 +160,7 @@ class GptqScheme(LinearScheme):
     def bind_experts(
         self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> ExpertsOp | None:
-        if device.type == "cpu" or spec.bias:
+        if info.type == "cpu" or spec.bias:
             return None
         from qengine_gptq.kernels import GptqCudaExperts, chip_of
 
@@ -170,7 +170,7 @@ class GptqScheme(LinearScheme):
         return GptqCudaExperts(spec, count, self.ordered(spec.in_features), chip_of(device, info), bind_one)
 
     def _op(self, part: Decoded, bias: torch.Tensor | None, info: DeviceInfo, dtype: torch.dtype) -> LinearOp:
-        if part.codes.device.type == "cpu":
+        if info.type == "cpu":
             return bind_cpu(part, bias, dtype, keep_dense=self.keep_dense)
         from qengine_gptq.kernels import GptqCudaLinear
 

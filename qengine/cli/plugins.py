@@ -12,7 +12,7 @@ from qengine.plugin.discovery import GROUPS, PluginRecord, check_plugins, list_p
 NAME = "plugins"
 HELP = "List the installed weight formats and KV-cache dtypes"
 
-COLUMNS = ("kind", "name", "state", "distribution", "version", "class")
+COLUMNS = ("kind", "name", "state", "contract", "distribution", "version", "class")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 def table(records: Sequence[PluginRecord]) -> list[str]:
     """Aligned rows under a header, without trailing blanks."""
-    rows = [COLUMNS, *((r.kind, r.name, r.state, r.distribution, r.version, r.value) for r in records)]
+    rows = [COLUMNS, *(cells(r) for r in records)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def cells(r: PluginRecord) -> tuple[str, ...]:
+    return r.kind, r.name, r.state, r.contract or "-", r.distribution, r.version, r.value

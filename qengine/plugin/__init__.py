@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         KVLayout,
         KVScales,
     )
+    from qengine.plugin.version import CONTRACT_VERSION
     from qengine.plugin.weights import (
-        CONTRACT_VERSION,
         LinearOp,
         LinearScheme,
         LinearShard,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TensorInfo,
         TensorNeed,
         WeightQuant,
+        WeightSample,
     )
 
 __all__ = [
@@ -50,10 +51,12 @@ __all__ = [
     "TensorInfo",
     "TensorNeed",
     "WeightQuant",
+    "WeightSample",
     "tie",
 ]
 
 _MODULES = {
+    "CONTRACT_VERSION": "version",
     **dict.fromkeys(("CalibratedQuantizer", "InputStats", "tie"), "calibrator"),
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
     **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"),

@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from qengine.errors import PluginError
+from qengine.plugin.version import CONTRACT_VERSION, accepts_contract, written_for
 
 if TYPE_CHECKING:
     from qengine.plugin.kv import KVDtype
     from qengine.plugin.weights import WeightQuant
 
 Kind = Literal["weight", "kv"]
-State = Literal["not loaded", "ok", "broken", "old contract", "clash"]
+State = Literal["not loaded", "ok", "broken", "other contract", "clash"]
 
 GROUPS: dict[Kind, str] = {"weight": "qengine.weight_quant", "kv": "qengine.kv_dtype"}
 FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype"}
@@ -29,8 +30,9 @@ FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype"}
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One registered plugin. `value` is its entry point ("module:Class"); `error` one line about what is wrong with it
-    and `traceback` that of the exception its import raised; None as long as nothing of the kind is known."""
+    """One registered plugin. `value` is its entry point ("module:Class"); `contract` the version that it states;
+    `error` one line about what is wrong with it and `traceback` that of the exception its import raised; None as long
+    as nothing of the kind is known."""
 
     kind: Kind
     name: str
@@ -38,6 +40,7 @@ class PluginRecord:
     version: str
     value: str
     state: State = "not loaded"
+    contract: str | None = None
     error: str | None = None
     traceback: str | None = None
 
@@ -63,11 +66,11 @@ def check_plugins(kind: Kind | None = None) -> list[PluginRecord]:
                 checked.append(record)
                 continue
             try:
-                _load(record, entry)
+                loaded = _load(record, entry)
             except PluginError as e:
                 checked.append(_faulty(record, e))
             else:
-                checked.append(replace(record, state="ok"))
+                checked.append(replace(record, state="ok", contract=written_for(loaded.contract)))
     return checked
 
 
@@ -147,14 +150,15 @@ def _load(record: PluginRecord, entry: metadata.EntryPoint) -> type[WeightQuant]
 def _check_contract(record: PluginRecord, where: str, loaded: object) -> None:
     """Raise PluginError unless `loaded` is a class of the right kind that states this contract version."""
     from qengine.plugin.kv import KVDtype
-    from qengine.plugin.weights import CONTRACT_VERSION, WeightQuant
+    from qengine.plugin.weights import WeightQuant
 
     base = WeightQuant if record.kind == "weight" else KVDtype
     stated = getattr(loaded, "contract", None)
-    if stated != CONTRACT_VERSION:
-        raise _OldContract(
+    if not accepts_contract(stated):
+        raise _OtherContract(
+            written_for(stated),
             f"{where} was written for another plugin contract",
-            have=f"contract {stated}" if stated is not None else "no `contract` attribute",
+            have=f"contract {written_for(stated)}" if stated is not None else "no `contract` attribute",
             need=f"contract {CONTRACT_VERSION}",
             hint=f"a release of {record.distribution} made for this qengine",
         )
@@ -164,14 +168,20 @@ def _check_contract(record: PluginRecord, where: str, loaded: object) -> None:
 
 def _faulty(record: PluginRecord, e: PluginError) -> PluginRecord:
     """The record of a plugin that does not load; the traceback is the plugin's own, where it raised one."""
+    if isinstance(e, _OtherContract):
+        return replace(record, state="other contract", contract=e.stated, error=str(e))
     if e.__cause__ is None:
-        return replace(record, state="old contract" if isinstance(e, _OldContract) else "broken", error=str(e))
+        return replace(record, state="broken", error=str(e))
     text = "".join(tracebacks.format_exception(e.__cause__))
     return replace(record, state="broken", error=_first_line(_root(e)), traceback=text)
 
 
-class _OldContract(PluginError):
+class _OtherContract(PluginError):
     """The plugin states another contract version, or none."""
+
+    def __init__(self, stated: str, message: str, **parts: Any) -> None:
+        super().__init__(message, **parts)
+        self.stated = stated
 
 
 def _root(e: BaseException) -> BaseException:

@@ -108,8 +108,8 @@ class KVDtype(ABC):
     """A KV-cache format: entry point of group `qengine.kv_dtype`. Instances are stateless."""
 
     name: ClassVar[str]
-    contract: ClassVar[int]
-    """The contract version that the plugin was written for: a number, so that it stays when qengine's moves on."""
+    contract: ClassVar[int | str]
+    """The contract version that the plugin was written for: a literal, so that it stays when qengine's moves on."""
     scale_granularity: ClassVar[tuple[ScaleGranularity, ...]] = ("none",)
     max_value: ClassVar[float | None] = None
     """Largest finite stored value; scale = amax / max_value. None when the format takes no scales."""

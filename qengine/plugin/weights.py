@@ -19,10 +19,6 @@ from qengine.plugin.device import Capability, DeviceInfo
 if TYPE_CHECKING:
     from qengine.plugin.experts import ExpertsOp
 
-CONTRACT_VERSION = 1
-"""Version of both plugin contracts. A plugin states the one it was written for, as a number, in its `contract`."""
-
-
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor as a checkpoint header states it; `dtype` is the safetensors code (F16, BF16, F32, I32, F8_E4M3...)."""
@@ -59,6 +55,15 @@ class LinearSpec:
     bias: bool = False
 
 
+@dataclass(frozen=True)
+class WeightSample:
+    """One linear as a file of the format holds it, with the config that goes with it; see `WeightQuant.samples`."""
+
+    config: Mapping[str, Any] | None
+    spec: LinearSpec
+    tensors: Mapping[str, torch.Tensor]
+
+
 @dataclass
 class LinearShard:
     """One checkpoint module's tensors (by leaf name, as read from the file) on their way into a possibly fused op."""
@@ -77,6 +82,9 @@ class LinearOp(ABC):
     notes: Sequence[tuple[str, str]] = ()
     """(module, what `bind` found in its data that contradicts the config or was read other than stated). The report
     warns of each text once, with the number of modules. Data that cannot be used raises ValueError in `bind`."""
+    rounds_activations: bool = False
+    """Whether x is rounded (to 8 bits, say) before it is multiplied: then the result is `dequantize`'s product only up
+    to that rounding."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +94,8 @@ class LinearOp(ABC):
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every tensor this op keeps (packed weights, zeros, scales, index maps, bias), by name.
 
-        Memory reports and offload see exactly these.
+        Memory reports and offload see exactly these: they are the very tensors that `__call__` reads, not copies, and
+        no view of them is kept elsewhere, so that their contents may be moved (`tensor.data = moved`) between calls.
         """
 
     @property
@@ -134,6 +143,8 @@ class LinearScheme(ABC):
     ) -> LinearOp:
         """Repack one module (one or more shards stacked along outputs) and place it on `device`.
 
+        `info` says what to run as. It describes `device`, but for tests of a CUDA op without a GPU: then its type is
+        "cuda" while `device` is a CPU, and Triton kernels run in the interpreter (or are compiled only).
         Takes ownership of the tensors: entries may be popped as they are consumed, so that the peak is one module.
         Raises ValueError for data that no reading makes sense of (scales that are not finite, ...), naming the shard;
         the loader goes on and reports all such modules together.
@@ -174,8 +185,8 @@ class WeightQuant(ABC):
     """A weight format: entry point of group `qengine.weight_quant`."""
 
     name: ClassVar[str]
-    contract: ClassVar[int]
-    """The contract version that the plugin was written for: a number, so that it stays when qengine's moves on."""
+    contract: ClassVar[int | str]
+    """The contract version that the plugin was written for: a literal, so that it stays when qengine's moves on."""
     methods: ClassVar[tuple[str, ...]] = ()
     """`quant_method` values in a checkpoint's config that this plugin reads (its own `name` included)."""
     quantizes_at_load: ClassVar[bool] = False
@@ -206,3 +217,8 @@ class WeightQuant(ABC):
     def quantizer(cls, **options: Any) -> Quantizer | None:
         """How this format is made from dense weights; None when it cannot be made here."""
         return None
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """Small stored linears for the conformance kit, in every dialect that `quantizer` does not make."""
+        return ()

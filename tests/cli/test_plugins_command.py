@@ -89,8 +89,8 @@ def records(site: Path) -> dict[tuple[str, str], dict[str, str]]:
         ("broken", "broken", "ModuleNotFoundError: No module named 'a_library_that_is_not_there'"),
         ("chained", "broken", "ZeroDivisionError: division by zero"),
         ("exiting", "broken", "SystemExit: 3"),
-        ("old", "old contract", "have: contract 0; need: contract 1"),
-        ("silent", "old contract", "have: no `contract` attribute; need: contract 1"),
+        ("old", "other contract", "have: contract 0.0; need: contract 1.0"),
+        ("silent", "other contract", "have: no `contract` attribute; need: contract 1.0"),
         ("odd", "broken", "is not a WeightQuant"),
     ],
 )
@@ -114,8 +114,8 @@ def test_table_and_traceback(site: Path) -> None:
     done = qengine(site, "plugins", "--verbose")
     assert done.returncode == 0
     header, *rows = done.stdout.splitlines()
-    assert header.split() == ["kind", "name", "state", "distribution", "version", "class"]
-    broken = ["weight", "broken", "broken", "qengine-broken", "2.5", "broken_plugin:Broken"]
+    assert header.split() == ["kind", "name", "state", "contract", "distribution", "version", "class"]
+    broken = ["weight", "broken", "broken", "-", "qengine-broken", "2.5", "broken_plugin:Broken"]
     assert broken in [row.split() for row in rows]
     assert "Traceback" in done.stdout
 
@@ -123,7 +123,7 @@ def test_table_and_traceback(site: Path) -> None:
 def test_listing_without_loading_runs_no_plugin(site: Path) -> None:
     rows = qengine(site, "plugins", "--no-load", "--verbose").stdout
     assert "not loaded" in rows
-    assert [s for s in ("Traceback", "old contract", "a_library_that_is_not_there") if s in rows] == []
+    assert [s for s in ("Traceback", "other contract", "a_library_that_is_not_there") if s in rows] == []
 
 
 @pytest.mark.parametrize(
