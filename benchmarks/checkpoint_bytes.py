@@ -23,7 +23,7 @@ import torch
 
 from qengine.config import EngineConfig
 from qengine.errors import UserError
-from qengine.runtime.build import decide
+from qengine.runtime.decide import decide
 from qengine.runtime.device import select_device
 from qengine.runtime.inspection import inspect_folder
 from qengine.runtime.loader import load

@@ -120,7 +120,13 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-tp",))
     pipeline_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-pp",))
     swap_space: float = option(0.0, "KV swap to host memory; only 0 for now", group=NOT_BUILT)
-    cpu_offload_gb: float = option(0.0, "Weight offload to host memory; only 0 for now", group=NOT_BUILT)
+    cpu_offload_gb: float | None = option(
+        0.0,
+        "GiB of weights to keep in host memory, in whole decoder layers; auto: as much as it takes. Planned by "
+        "`qengine plan`, refused by serving for now",
+        group=NOT_BUILT,
+        metavar="N|auto",
+    )
     speculative_config: str | None = option(None, "Speculative decoding; refused for now", group=NOT_BUILT)
     enable_lora: bool = option(False, "LoRA adapters; refused for now", group=NOT_BUILT)
 
@@ -133,6 +139,8 @@ def options(cls: type) -> list[tuple[dataclasses.Field[Any], Option]]:
     return [(f, f.metadata[OPTION]) for f in dataclasses.fields(cls) if OPTION in f.metadata]
 
 
+PLANNED_ONLY = ("cpu_offload_gb",)
+"""Options that `qengine plan` takes and serving refuses."""
 TYPE_NAMES = {str: "a text", int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None"}
 LEAST = {
     "block_size": 1,
@@ -161,7 +169,7 @@ def check_config(c: EngineConfig) -> None:
         value = getattr(c, f.name)
         flag = "--" + f.name.replace("_", "-")
         _check_value(flag, value, hints[f.name])
-        if opt.group == NOT_BUILT and value != f.default:
+        if opt.group == NOT_BUILT and f.name not in PLANNED_ONLY and value != f.default:
             raise ConfigError(f"{flag} is not built yet", have=value, need=f.default, hint=f"leave {flag} out")
         if opt.choices and value not in opt.choices:
             raise ConfigError(f"{flag}: unknown value", have=repr(value), need=" | ".join(opt.choices))
@@ -173,7 +181,23 @@ def check_config(c: EngineConfig) -> None:
         raise ConfigError("--block-size must be a power of two up to 256", have=c.block_size, need="1, 2, 4 ... 256")
     if not 0 < c.gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization is a share", have=c.gpu_memory_utilization, need="0 < x <= 1")
+    if c.cpu_offload_gb is not None and not 0 <= c.cpu_offload_gb < 2**30:
+        raise ConfigError("--cpu-offload-gb is out of range", have=c.cpu_offload_gb, need="0 or more GiB, or auto")
     if not -(2**63) <= c.seed < 2**64:
         raise ConfigError("--seed is out of range", have=c.seed, need="a 64-bit integer")
     if c.revision is not None and c.model is None:
         raise ConfigError("--revision is for hub models, and no model is named", hint="--model NAME")
+
+
+def refuse_planned_only(c: EngineConfig) -> None:
+    """Raise ConfigError for an option that can be planned with and not served with."""
+    for f, _ in options(EngineConfig):
+        if f.name in PLANNED_ONLY and getattr(c, f.name) != f.default:
+            flag = "--" + f.name.replace("_", "-")
+            value = getattr(c, f.name)
+            raise ConfigError(
+                f"{flag} is not built yet",
+                have="auto" if value is None else value,
+                need=f.default,
+                hint=f"leave {flag} out; `qengine plan` shows what it will bring",
+            )

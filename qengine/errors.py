@@ -6,6 +6,8 @@ An error that a user can cause carries what was found, what is needed and what w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class QEngineError(Exception):
     """Base of every error that qengine raises on purpose."""
@@ -56,7 +58,22 @@ class CapabilityError(UserError):
 
 
 class CapacityError(UserError):
-    """Something does not fit into memory or into the KV cache; the message holds both numbers."""
+    """Something does not fit into memory or into the KV cache; the message holds both numbers.
+
+    `changes` are other values for fields of the engine's config with which it fits; empty where no setting helps.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        have: object = None,
+        need: object = None,
+        hint: str | None = None,
+        changes: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message, have=have, need=need, hint=hint)
+        self.changes = dict(changes or {})
 
 
 class PluginError(UserError):

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from qengine.config import EngineConfig
+from qengine.config import EngineConfig, refuse_planned_only
 
 Say = Callable[[str], None]
 
@@ -28,6 +28,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     from qengine.runtime.pickled import with_safetensors
 
     # First, so that a name that cannot work costs no download.
+    refuse_planned_only(config)
     if config.quantization is not None:
         load_plugin("weight", config.quantization)
     load_plugin("kv", config.kv_cache_dtype)

@@ -23,8 +23,8 @@ from qengine.config import EngineConfig
 from qengine.errors import CapacityError, ConfigError, UserError
 from qengine.runtime import device as devices
 from qengine.runtime import report
-from qengine.runtime.build import Built, decide
 from qengine.runtime.cache_dir import short_name
+from qengine.runtime.decide import Built, decide
 from qengine.runtime.engine import Engine
 from qengine.runtime.scoring import score
 from qengine.text import Tokenizer

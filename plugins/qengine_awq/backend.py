@@ -21,11 +21,12 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    headers_of,
 )
 from qengine_awq.config import AwqConfig, read_config
 from qengine_awq.headers import group_size_of, layout_of
 from qengine_awq.layout import SYMMETRIC_ZERO, unpack
-from qengine_awq.layouts import GEMM, Layout
+from qengine_awq.layouts import GEMM, LAYOUTS, Layout
 from qengine_awq.quantizer import AwqQuantizer
 from qengine_awq.reference import dequantize
 from qengine_kernels.cpu_linear import Int4CpuLinear, int4_bytes, tuning
@@ -215,6 +216,16 @@ class AwqQuant(WeightQuant):
         if any(skip in spec.name for skip in c.skipped):
             notes.append("modules_to_not_convert names what the file holds quantised: the file counts")
         return AwqScheme(group_size, zero_point, layout=layout, notes=tuple(notes))
+
+    def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
+        c = self.config
+        if spec.out_features % 8 or any(skip in spec.name for skip in c.skipped):
+            return None
+        stated = c.layouts[0][1] if c.layouts else GEMM.stated[0]
+        layout = next(layout for layout in LAYOUTS if stated in layout.stated)
+        size = 128 if c.group_size is None else c.group_size
+        zero_point = c.zero_point is not False and layout.may_have_zeros
+        return headers_of(AwqScheme(size, zero_point, layout=layout), spec)
 
     def unread(self, tensor: TensorInfo) -> str | None:
         if tensor.name.endswith(".scales") and len(tensor.shape) == 1:  # a linear's have two dimensions

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant
+from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant, headers_of
 from qengine_compressed_tensors.arguments import Args
 from qengine_compressed_tensors.config import Config, Group, read_config
 from qengine_compressed_tensors.fp8 import Fp8Scheme
@@ -71,6 +71,13 @@ class CompressedTensorsQuant(WeightQuant):
             have = ", ".join(sorted(tensors))
             raise ValueError(f"the file holds it quantised ({have}), but the config has no config_groups for it")
         return self._first_that_fits(matched, kind, spec, tensors, notes)
+
+    def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
+        matched = matching_groups(spec.name, self.config.groups)
+        if not matched or is_ignored(spec.name, self.config.ignore):
+            return None
+        scheme, _ = self._scheme(matched[0], nominal_kind(matched[0]), spec, {})
+        return headers_of(scheme, spec)
 
     def _warn_if_named(self, module: str, tensors: Mapping[str, TensorInfo]) -> None:
         """A dense module that a target names. Class names say little: a tied head is an embedding, for one."""

@@ -21,6 +21,7 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    headers_of,
 )
 from qengine_fp8.config import Fp8Config, read_config
 from qengine_fp8.headers import FLOATS, INPUT_LEAVES, SCALE_LEAVES, Stored, read_headers
@@ -220,6 +221,17 @@ class Fp8Quant(WeightQuant):
         rule = self.config.skip_rule(spec.name)
         note = f"the config skips {rule}, but the file holds it in FP8: the file counts"
         return Fp8Scheme(stored, notes=() if rule is None else (note,))
+
+    def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
+        """Nothing states the granularity of scales that are no blocks: per tensor is planned, a few bytes less than per
+        channel. 16-bit weights that are converted as they are loaded are 16-bit in the file."""
+        c = self.config
+        if c.at_load or c.skip_rule(spec.name) is not None or stays_dense(spec):
+            return None
+        if c.block is not None:
+            return headers_of(Fp8Scheme(Stored("block", "weight_scale_inv", 2, c.block)), spec)
+        stored = Stored("tensor", "weight_scale", 0, input_leaf="input_scale" if c.static else None)
+        return headers_of(Fp8Scheme(stored), spec)
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:

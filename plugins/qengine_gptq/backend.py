@@ -21,6 +21,7 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    headers_of,
 )
 from qengine_gptq.config import GptqConfig, ModuleConfig, read_config
 from qengine_gptq.cpu import bind_cpu, cpu_bytes
@@ -204,6 +205,14 @@ class GptqQuant(WeightQuant):
             raise ValueError("the config states no bits, and no number of them fits the shapes of qweight and qzeros")
         group_size = settings.group_size if settings.group_size is not None else group_size_of(spec, tensors)
         return GptqScheme(bits, group_size, settings.zero_rule, settings.act_order, notes=notes)
+
+    def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
+        settings = next(self.config.matches(spec.name), self.config.base)
+        if settings is None or self.config.leaves_out(spec.name):
+            return None
+        bits = 4 if settings.bits is None else settings.bits
+        size = 128 if settings.group_size is None else settings.group_size
+        return headers_of(GptqScheme(bits, size, settings.zero_rule, settings.act_order), spec)
 
     def _settings(
         self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]

@@ -80,6 +80,10 @@ def real(text: str) -> float:
         raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
 
 
+def real_or_auto(text: str) -> float | None:
+    return None if text == "auto" else real(text)
+
+
 def flags_of(field: dataclasses.Field[Any], opt: Option) -> tuple[str, ...]:
     """Every spelling of a field's flag, the preferred one first."""
     return (*opt.flags, "--" + field.name.replace("_", "-"))
@@ -114,9 +118,12 @@ def _argument(field: dataclasses.Field[Any], opt: Option, hint: Any) -> dict[str
     args["metavar"] = opt.metavar or ("{" + ",".join(opt.choices) + "}" if opt.choices else _default_metavar(kind))
     if opt.choices:
         return args | {"type": _one_of(opt.choices)}
+    auto = "auto" in (opt.metavar or "")
     if kind is int:
-        return args | {"type": number_or_auto if "auto" in (opt.metavar or "") else number}
-    return args | {"type": real if kind is float else str}
+        return args | {"type": number_or_auto if auto else number}
+    if kind is float:
+        return args | {"type": real_or_auto if auto else real}
+    return args | {"type": str}
 
 
 def _help(field: dataclasses.Field[Any], opt: Option) -> str:

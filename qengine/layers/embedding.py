@@ -23,7 +23,7 @@ class Embedding(Leaf):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.scale = None if scale is None else float(torch.tensor(scale).to(ctx.dtype))
-        self.device, self.dtype, self.residual_dtype = ctx.device, ctx.dtype, ctx.residual_dtype
+        self.device, self.info, self.dtype, self.residual_dtype = ctx.device, ctx.info, ctx.dtype, ctx.residual_dtype
         self.weight: torch.Tensor | None = None
         self.head: Linear | None = None
         ctx.add(self)
@@ -34,7 +34,7 @@ class Embedding(Leaf):
         On CUDA a dense weight stays [vocab_size, hidden_size] in the compute dtype. On a CPU it is repacked for its
         GEMM and cannot be gathered from, so there the embedding keeps its own rows.
         """
-        if self.device.type == "cuda":
+        if self.info.type == "cuda":
             self.head = head
 
     def needs(self) -> list[tuple[str, TensorNeed]]:

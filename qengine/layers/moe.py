@@ -83,9 +83,10 @@ class ExpertLinear(Linear):
 
 
 class ExpertGroup:
-    """The same linear of all experts of a layer."""
+    """The same linear of all experts of a layer; `share` of them are chosen for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
         self.leaves: list[ExpertLinear] = []
         self._made: list[ExpertsOp | None] = []
 
@@ -116,7 +117,8 @@ class SparseMoE:
         self.spec = spec
         self.dtype = ctx.dtype
         self.router = Router(ctx, f"{name}.gate", h, spec.num_experts)
-        self.gate_up, self.down = ExpertGroup(), ExpertGroup()
+        share = spec.top_k / spec.num_experts
+        self.gate_up, self.down = ExpertGroup(share), ExpertGroup(share)
         for e in range(spec.num_experts):
             expert = f"{name}.experts.{e}"
             ExpertLinear(ctx, self.gate_up, [f"{expert}.{names.gate}", f"{expert}.{names.up}"], h, [i, i])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TensorNeed,
         WeightQuant,
         WeightSample,
+        headers_of,
     )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "TensorNeed",
     "WeightQuant",
     "WeightSample",
+    "headers_of",
     "tie",
 ]
 

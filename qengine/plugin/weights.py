@@ -165,6 +165,16 @@ class LinearScheme(ABC):
         """The plain meaning of the stored tensors: float32 [out_features, in_features]. The reference of every test."""
 
 
+def headers_of(scheme: LinearScheme, spec: LinearSpec) -> dict[str, TensorInfo]:
+    """The headers of one linear of a scheme, by leaf name: the tensors that must be there, in the first dtype that is
+    accepted."""
+    return {
+        need.leaf: TensorInfo(f"{spec.name}.{need.leaf}", need.dtypes[0], tuple(n or 1 for n in need.shape))
+        for need in scheme.tensors(spec)
+        if need.required
+    }
+
+
 class Quantizer(ABC):
     """Makes a format's tensors from a dense weight."""
 
@@ -207,6 +217,14 @@ class WeightQuant(ABC):
         The config is a cross-check: a contradiction raises ValueError naming both. None: this plugin does not store
         that module (the loader then asks the dense plugin).
         """
+
+    def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
+        """The tensors, by leaf name, that a checkpoint with this config holds for one linear, for plans of a model that
+        isn't here (`headers_of` makes them from a scheme). None: the config leaves it in 16 bits.
+
+        Raises NotImplementedError, as it does by default, where the config alone does not tell.
+        """
+        raise NotImplementedError(f"{self.name} needs headers")
 
     def unread(self, tensor: TensorInfo) -> str | None:
         """Asked about every tensor of the file that no module of the model takes: why the model would be wrong without

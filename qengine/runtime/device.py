@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import resource
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -15,6 +17,8 @@ from qengine.errors import CapabilityError, ConfigError
 from qengine.plugin import DeviceInfo
 
 MIN_SM = 75
+LARGE_PROCESS, MOST_NEIGHBOURS = 256 << 20, 3
+"""On a CPU: processes that a refusal names."""
 HALF_NAMES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -26,11 +30,10 @@ HALF_NAMES = {
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device now. `others` names processes that hold memory there (CUDA only)."""
+    """Bytes of one device now."""
 
     total: int
     free: int
-    others: tuple[str, ...] = ()
 
 
 def select_device(name: str) -> tuple[torch.device, DeviceInfo]:
@@ -77,7 +80,7 @@ def memory(device: torch.device) -> DeviceMemory:
         total = min(vm.total, limit) if limit else vm.total
         return DeviceMemory(total, min(vm.available, total))
     free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(total, free, tuple(_neighbours(device)))
+    return DeviceMemory(total, free)
 
 
 def _cgroup_limit() -> int | None:
@@ -89,17 +92,43 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _neighbours(device: torch.device) -> list[str]:
-    with contextlib.suppress(Exception):  # needs nvidia-ml-py; a report without neighbours is still right
-        text = torch.cuda.list_gpu_processes(device)
-        return [line.strip() for line in text.splitlines()[1:] if line.strip()]
-    return []
+def neighbours(device: torch.device) -> list[str]:
+    """Other processes that hold memory on the device, the largest first: "python (pid 4711) 3.25 GiB". On a CPU the few
+    largest of all."""
+    found = _gpu_processes(device) if device.type == "cuda" else _large_processes()
+    found.sort(key=lambda row: -row[2])
+    return [f"{name} (pid {pid}) {size / (1 << 30):.2f} GiB" for pid, name, size in found if pid != os.getpid()]
+
+
+def _large_processes() -> list[tuple[int, str, int]]:
+    found = []
+    for process in psutil.process_iter(("pid", "name", "memory_info")):
+        memory = process.info["memory_info"]
+        if memory is not None and process.pid != os.getpid() and memory.rss >= LARGE_PROCESS:
+            found.append((process.pid, str(process.info["name"]), int(memory.rss)))
+    return sorted(found, key=lambda row: -row[2])[:MOST_NEIGHBOURS]
+
+
+def _gpu_processes(device: torch.device) -> list[tuple[int, str, int]]:
+    """As nvidia-smi tells; none where it can't be asked (then a report is still right, and only lacks names)."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
+    return [
+        (int(pid), os.path.basename(name), int(mib) << 20)
+        for gpu, pid, name, mib in (row for row in rows if len(row) == 4)
+        if uuid in gpu and pid.isdigit() and mib.isdigit()
+    ]
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that torch's allocator holds on a CUDA device; resident set size of this process on a CPU."""
+    """Bytes of tensors on a CUDA device; resident set size of this process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
+        return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 

@@ -20,7 +20,7 @@ from qengine.models.registry import build_model
 from qengine.plugin import KVDtype, LinearScheme
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime import report
-from qengine.runtime.build import Built, decide
+from qengine.runtime.decide import Built, decide
 from qengine.runtime.device_matrix import Answer, Target, kv_answers, kv_plugins, scheme_answers, targets
 from qengine.runtime.header_checkpoint import HeaderCheckpoint
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales

@@ -13,7 +13,7 @@ import torch
 from hf_reference import reference_logits
 from qengine.config import EngineConfig
 from qengine.errors import CapacityError, ConfigError, UserError
-from qengine.runtime.build import Built
+from qengine.runtime.decide import Built
 from qengine_calibration import evaluate as evaluate_module
 from qengine_calibration.eval_text import TextSource
 from qengine_calibration.evaluate import Evaluation, evaluate

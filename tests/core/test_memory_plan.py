@@ -6,18 +6,23 @@ import pytest
 
 from qengine.core.memory import (
     ActivationShape,
-    PlanInput,
     activation_bytes,
     format_bytes,
     group_layers,
     most_tokens,
-    plan,
     storage_bytes,
 )
+from qengine.core.plan import PlanInput, shrunk
+from qengine.core.refusal import plan
 from qengine.core.step import KVGroupSpec, blocks_for
 from qengine.errors import CapacityError
 
 MIB, GIB = 2**20, 2**30
+
+
+def activations(nbytes: int, per_token: int = 0) -> ActivationShape:
+    """A shape whose activations are `per_token` bytes a token (a multiple of 8) and `nbytes` on top."""
+    return ActivationShape(per_token // 8, 0, 0, 0, 0, 0, itemsize=1, residual_itemsize=3, workspace=nbytes)
 
 
 def tiny(token_bytes: int = 1024, **changes: object) -> PlanInput:
@@ -26,14 +31,15 @@ def tiny(token_bytes: int = 1024, **changes: object) -> PlanInput:
         "total": GIB,
         "free": GIB,
         "weights": {"16-bit": 4 * MIB},
-        "activations": MIB,
+        "shape": activations(MIB),
+        "logit_rows": 4,
         "groups": [KVGroupSpec(None, [0, 1])],
         "block_bytes": token_bytes * 16,
         "block_size": 16,
         "max_chunk": 512,
         "model_max_len": 131072,
         "kv_cache_memory_bytes": MIB,
-        "alternatives": {"--kv-dtype fp8": 512.0} if token_bytes > 512 else {},
+        "alternatives": {"fp8": 512 * 16} if token_bytes > 512 else {},
     }
     return PlanInput(**(values | changes))  # type: ignore[arg-type]
 
@@ -91,10 +97,56 @@ def test_no_room_names_one_change() -> None:
         plan(tiny(weights=big, kv_cache_memory_bytes=None, utilization=0.5))
     assert error.value.hint == "--gpu-memory-utilization 0.88"
     assert plan(tiny(weights=big, kv_cache_memory_bytes=None, utilization=0.88)).num_usable_blocks > 0
-    with pytest.raises(CapacityError, match="--max-num-batched-tokens"):
-        plan(tiny(weights=big, activations=200 * MIB, kv_cache_memory_bytes=None, utilization=1.0))
-    with pytest.raises(CapacityError, match="more free memory"):
+    large = tiny(weights=big, shape=activations(0, 400 * 1024), kv_cache_memory_bytes=None, utilization=1.0)
+    with pytest.raises(CapacityError, match="--max-num-batched-tokens") as error:
+        plan(large)
+    most = error.value.changes["max_num_batched_tokens"]
+    assert isinstance(most, int) and 0 < most < 512
+    plan(dataclasses.replace(large, max_chunk=most))
+    with pytest.raises(CapacityError):
+        plan(dataclasses.replace(large, max_chunk=most + 1))
+    with pytest.raises(CapacityError, match=r"a device with 2\.\d+ GiB, or smaller weights") as error:
         plan(tiny(weights={"16-bit": 2 * GIB}, kv_cache_memory_bytes=None))
+    assert not error.value.changes
+    beside = tiny(weights={"16-bit": GIB // 2}, free=GIB // 4, kv_cache_memory_bytes=None)
+    with pytest.raises(CapacityError, match=r"25\d\.\d+ MiB more free memory \(others use 768\.00 MiB\)"):
+        plan(beside)
+
+
+def test_neighbours_are_named_when_something_is_refused() -> None:
+    """CASES C19 on a planner: 15 GiB, of which 6 are free, and a share of 0.9 asked for."""
+    asked: list[int] = []
+
+    def neighbours() -> list[str]:
+        asked.append(1)
+        return ["trainer (pid 4711) 9.00 GiB"]
+
+    place: dict[str, object] = {"total": 15 * GIB, "free": 6 * GIB, "utilization": 0.9, "kv_cache_memory_bytes": None}
+    assert plan(tiny(**place, neighbours=neighbours)).planned <= 6 * GIB
+    assert not asked, "nobody is looked for while everything fits"
+    with pytest.raises(CapacityError) as error:
+        plan(tiny(**place, weights={"16-bit": 8 * GIB}, neighbours=neighbours))
+    for part in ("total 15.00 GiB", "free 6.00 GiB", "share of 0.9", "trainer (pid 4711) 9.00 GiB"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("grown", [0, 128 * MIB, GIB // 2])
+def test_a_neighbour_that_grows_meanwhile_shrinks_the_cache(grown: int) -> None:
+    planned = plan(tiny(kv_cache_memory_bytes=None, utilization=0.9))
+    room = planned.kv_bytes + planned.null_block_bytes + planned.inputs.activations - grown
+    smaller = shrunk(planned, room)
+    assert smaller is not None
+    assert smaller.kv_bytes + smaller.null_block_bytes + planned.inputs.activations <= room
+    assert planned.kv_bytes - smaller.kv_bytes - grown < planned.inputs.block_bytes
+    assert smaller.max_model_len <= planned.max_model_len
+
+
+def test_a_length_asked_for_is_never_cut() -> None:
+    planned = plan(tiny(kv_cache_memory_bytes=None, max_model_len=1024))
+    least = planned.inputs.activations + 65 * planned.inputs.block_bytes
+    found = shrunk(planned, least)
+    assert found is not None and found.max_model_len == 1024
+    assert shrunk(planned, least - 1) is None
 
 
 def test_claimed_cache_must_be_free() -> None:
@@ -161,7 +213,7 @@ def test_tokens_of_a_mixed_model_count_windows_once() -> None:
 
 def test_activation_peak_is_the_largest_phase() -> None:
     shape = ActivationShape(256, 512, 320, 4, 2, 64, itemsize=2, residual_itemsize=4)
-    mlp = 512 * (256 * 8 + (3 * 512 + 256) * 2)
+    mlp = 512 * (256 * 8 + 3 * 512 * 2 + 256 * 4)
     assert activation_bytes(shape, 512, 4) == mlp
     assert activation_bytes(dataclasses.replace(shape, vocab=100_000), 512, 64) == 512 * 256 * 8 + 64 * 100_000 * 22
     assert activation_bytes(dataclasses.replace(shape, workspace=77), 512, 4) == mlp + 77

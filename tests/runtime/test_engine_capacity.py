@@ -42,19 +42,21 @@ def test_a_longer_length_is_refused_with_both_numbers(tiny: Path, kv: str) -> No
 def test_short_memory_takes_the_compact_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine where int4 with its dense copy does not fit, the copy is left out and the report says so."""
     from qengine.config import EngineConfig
-    from qengine.runtime import build, device
+    from qengine.runtime import device
+    from qengine.runtime.decide import decide
+    from qengine.runtime.plan_input import CPU_RESERVE
     from toy_models import make_tiny_awq
 
     folder, _ = make_tiny_awq(tmp_path, group=64)
     config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_batched_tokens=32, max_num_seqs=4)
-    roomy = build.decide(config)
+    roomy = decide(config)
     kept = roomy.load_plan.total_bytes
-    need = kept + roomy.memory.inputs.activations + build.CPU_RESERVE
+    need = kept + roomy.memory.inputs.activations + CPU_RESERVE
     monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(need, need))
-    tight = build.decide(config)
+    tight = decide(config)
     assert tight.load_plan.total_bytes < kept
     assert any("Memory is short" in note for note in tight.notes)
-    none = build.CPU_RESERVE + (1 << 16)
+    none = CPU_RESERVE + (1 << 16)
     monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(none, none))
     with pytest.raises(CapacityError):
-        build.decide(config)
+        decide(config)

@@ -1,0 +1,222 @@
+"""Plans, or refuses with the arithmetic and the smallest change that fits. Every change named here has been planned with:
+applied, it passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from qengine.core.memory import format_bytes
+from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt
+from qengine.errors import CapacityError
+
+LEAST_CHUNK = 16
+"""Tokens of a step below which nobody wants to serve."""
+FLAGS = {
+    "kv_cache_dtype": "--kv-dtype",
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_model_len": "--max-model-len",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Other values for fields of the engine's config, and the plan's input with them."""
+
+    fields: Mapping[str, object]
+    inputs: PlanInput
+
+    def text(self) -> str:
+        return " ".join(f"{FLAGS[name]} {value}" for name, value in self.fields.items())
+
+
+def plan(inputs: PlanInput) -> MemoryPlan:
+    """Divide the memory. Raises CapacityError when it can't be: have, need, and what would fit."""
+    found = attempt(inputs)
+    if found is None:
+        raise _refusal(replace(inputs, offload=inputs.offload or 0))
+    return found
+
+
+def _refusal(inputs: PlanInput) -> CapacityError:
+    asked = inputs.max_model_len
+    if asked is not None and asked > inputs.model_max_len:
+        shorter = replace(inputs, max_model_len=inputs.model_max_len)
+        change = Change({"max_model_len": inputs.model_max_len}, shorter)
+        fits = attempt(shorter) is not None
+        return CapacityError(
+            "max_model_len is above what the model was made for",
+            have=f"{asked} tokens",
+            need=f"at most {inputs.model_max_len} tokens",
+            changes=change.fields if fits else None,
+        )
+    if inputs.model_max_len < LEAST_LEN:
+        return CapacityError(
+            "the model has no room for an answer", have=f"{inputs.model_max_len} positions", need=f"{LEAST_LEN}"
+        )
+    usable = inputs.usable_blocks
+    claimed = inputs.kv_cache_memory_bytes is not None
+    if not inputs.claim_fits or (inputs.most_tokens(usable) == 0 and not claimed):
+        return _no_room(inputs, max(inputs.needed_blocks, usable) + 1)
+    return _too_long(inputs, inputs.most_tokens(usable))
+
+
+def first_that_fits(candidates: Iterator[Change]) -> Change | None:
+    """The first change with which the plan passes."""
+    return next((change for change in candidates if attempt(change.inputs) is not None), None)
+
+
+# Changes, each kind with the smallest value that helps
+
+
+def _dtypes(i: PlanInput) -> Iterator[Change]:
+    for name, size in i.alternatives.items():
+        yield Change({"kv_cache_dtype": name}, replace(i, block_bytes=size, alternatives={}))
+
+
+def _cache_bytes(i: PlanInput) -> Iterator[Change]:
+    """Another size of a KV cache whose size was asked for: what the length needs, or what there is."""
+    if i.kv_cache_memory_bytes is not None:
+        there = i.budget - i.fixed - i.block_bytes
+        for size in (i.needed_blocks * i.block_bytes, there):
+            if size > 0 and size != i.kv_cache_memory_bytes:
+                yield Change({"kv_cache_memory_bytes": size}, replace(i, kv_cache_memory_bytes=size))
+
+
+def _share(i: PlanInput) -> Iterator[Change]:
+    if i.kv_cache_memory_bytes is None:
+        need = i.fixed + (i.needed_blocks + 1) * i.block_bytes
+        share = math.ceil(need / i.total * 100) / 100
+        if i.utilization < share <= 1:
+            yield Change({"gpu_memory_utilization": share}, replace(i, utilization=share))
+
+
+def _chunk(i: PlanInput) -> Iterator[Change]:
+    """Fewer tokens in a step: smaller intermediate tensors, and windows that hold less."""
+
+    def fits(tokens: int) -> bool:
+        return attempt(replace(i, max_chunk=tokens)) is not None
+
+    if most := _largest(fits, LEAST_CHUNK, i.max_chunk - 1):
+        yield Change({"max_num_batched_tokens": most}, replace(i, max_chunk=most))
+
+
+def _length(i: PlanInput) -> Iterator[Change]:
+    if i.max_model_len is not None:
+        fits = i.most_tokens(i.usable_blocks)
+        if LEAST_LEN <= fits < i.max_model_len:
+            yield Change({"max_model_len": fits}, replace(i, max_model_len=fits))
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number of low..high that fits, where smaller ones fit if larger ones do."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _together(i: PlanInput) -> Iterator[Change]:
+    """Several changes at once, where no single one is enough."""
+    smaller = [Change({}, i), *_dtypes(i)]
+    for first in smaller:
+        for more in (_share, _cache_bytes, _chunk, _length):
+            if first.fields or more is _length:
+                for change in more(first.inputs):
+                    yield Change({**first.fields, **change.fields}, change.inputs)
+    for first in smaller:
+        chunk = min(i.max_chunk, LEAST_CHUNK)
+        tight = replace(first.inputs, max_chunk=chunk)
+        for change in (*_cache_bytes(tight), *_length(tight)):
+            yield Change({**first.fields, "max_num_batched_tokens": chunk, **change.fields}, change.inputs)
+
+
+# What is said
+
+
+def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
+    """Weights and activations leave no memory for the KV cache (of `num_blocks` ids at least)."""
+    cache = num_blocks * inputs.block_bytes
+    need = inputs.fixed + cache
+    ways = (_cache_bytes, _share, _chunk, _length, _dtypes, _together)
+    change = first_that_fits(change for way in ways for change in way(inputs))
+    if change is None:
+        hint = _more_memory(inputs)
+    else:
+        hint = change.text()
+        if "max_num_batched_tokens" in change.fields:
+            hint += f" (activations now take {format_bytes(inputs.activations)})"
+    weights = ", ".join(f"{name} {format_bytes(size)}" for name, size in inputs.weights.items())
+    if inputs.offloaded.units:
+        weights += f", of these in host memory {format_bytes(inputs.offloaded.nbytes)}"
+    return CapacityError(
+        "no memory is left for the KV cache",
+        have=f"{format_bytes(inputs.budget)} (total {format_bytes(inputs.total)}, free {format_bytes(inputs.free)}, "
+        f"reserve {format_bytes(inputs.reserve)}{_asked(inputs)}{_neighbours(inputs)})",
+        need=f"{format_bytes(need)} (weights {weights}; activations {format_bytes(inputs.activations)}; "
+        f"graphs {format_bytes(inputs.graphs)}; KV cache {format_bytes(cache)})",
+        hint=hint,
+        changes=None if change is None else change.fields,
+    )
+
+
+def _asked(inputs: PlanInput) -> str:
+    if inputs.kv_cache_memory_bytes is not None:
+        return f", asked for a KV cache of {format_bytes(inputs.kv_cache_memory_bytes)}"
+    return f", asked for a share of {inputs.utilization:g}"
+
+
+def _neighbours(inputs: PlanInput) -> str:
+    lines = inputs.neighbours()
+    return f", also there: {', '.join(lines)}" if lines else ""
+
+
+def _more_memory(inputs: PlanInput) -> str:
+    """What no flag can do."""
+    least = inputs.fixed + (inputs.blocks_for(inputs.max_model_len or LEAST_LEN) + 1) * inputs.block_bytes
+    if inputs.kv_cache_memory_bytes is not None:
+        least = max(least, inputs.fixed + (inputs.usable_blocks + 1) * inputs.block_bytes)
+    missing = least + inputs.reserve - inputs.free
+    share = 1.0 if inputs.kv_cache_memory_bytes is not None else inputs.utilization
+    if 0 < missing <= inputs.others and least <= share * inputs.total:
+        return f"{format_bytes(missing)} more free memory (others use {format_bytes(inputs.others)}), or smaller weights"
+    total = max(math.ceil(least / share), least + inputs.reserve)
+    return f"a device with {format_bytes(total)}, or smaller weights"
+
+
+def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
+    """The KV cache exists but is too small for one request of the length asked for."""
+    asked = inputs.max_model_len or LEAST_LEN
+    have, need = inputs.usable_blocks * inputs.block_bytes, inputs.needed_blocks * inputs.block_bytes
+    held = {
+        name: max(0, change.inputs.most_tokens(change.inputs.usable_blocks))
+        for change in _dtypes(inputs)
+        for name in [change.text()]
+    }
+    ways = (_dtypes, _cache_bytes, _share, _chunk, _length, _together)
+    change = first_that_fits(change for way in ways for change in way(inputs))
+    if change is None:
+        hint = _more_memory(inputs)
+    else:
+        hint = change.text()
+        if hint in held:
+            hint += f" (holds {held[hint]} tokens)"
+        if set(change.fields) == {"max_model_len"}:
+            hint += ", or auto"
+    short = [f"{name} holds only {tokens} tokens" for name, tokens in held.items() if tokens < asked]
+    if short and len(short) == len(held):
+        hint += "; even " + ", ".join(short)
+    return CapacityError(
+        f"max_model_len {asked} does not fit into the KV cache"
+        if inputs.max_model_len
+        else "the KV cache is too small",
+        have=f"{fits} tokens ({format_bytes(have)}, {have} bytes)",
+        need=f"{asked} tokens ({format_bytes(need)}, {need} bytes)",
+        hint=hint,
+        changes=None if change is None else change.fields,
+    )

@@ -1,0 +1,160 @@
+"""What serving will be, decided from headers: device, dtype, formats, kernels and the memory plan.
+
+`qengine serve` builds what is decided here; `qengine plan` only shows it, also for GPUs that aren't here and for
+models whose weights aren't.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from qengine.config import EngineConfig
+from qengine.core.plan import MemoryPlan, PlanInput
+from qengine.core.refusal import plan
+from qengine.errors import CapacityError, ConfigError
+from qengine.layers.module import ModelContext
+from qengine.models.model import Model
+from qengine.models.registry import build_model
+from qengine.plugin import DeviceInfo, KVDtype, KVLayout
+from qengine.plugin.discovery import load_plugin
+from qengine.runtime import device as devices
+from qengine.runtime import report
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.described import DescribedSource
+from qengine.runtime.dummy_weights import dummy_source
+from qengine.runtime.kv_cache import layer_layouts
+from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
+from qengine.runtime.kv_sidecar import read_sidecar
+from qengine.runtime.loader import LoadPlan, resolve
+from qengine.runtime.machine import Machine, this_machine
+from qengine.runtime.model_config import load_config
+from qengine.runtime.plan_input import batched_tokens, plan_input
+from qengine.runtime.quant_select import QuantChoice, select_quant
+from qengine.runtime.survey import TensorSource
+
+
+@dataclass
+class Surveyed:
+    """What does not depend on how memory is divided. `build(n)` makes the empty model for at most n tokens and plans its
+    loading; `compact` takes the variants that keep fewer bytes."""
+
+    config: EngineConfig
+    machine: Machine
+    dtype: torch.dtype
+    dtype_reason: str
+    choice: QuantChoice
+    checkpoint: Checkpoint
+    model: Model
+    load_plan: LoadPlan
+    scales: ResolvedScales
+    rebuild: Callable[[Model, bool], LoadPlan]
+
+    def inputs(self, config: EngineConfig, load_plan: LoadPlan | None = None) -> PlanInput:
+        """The memory plan's numbers with other memory and scheduling options."""
+        kv = load_plugin("kv", config.kv_cache_dtype)()
+        return plan_input(config, self.machine, self.model, load_plan or self.load_plan, kv, self.dtype)
+
+
+@dataclass
+class Built:
+    """Everything that is decided from headers, before weights are read."""
+
+    config: EngineConfig
+    device: torch.device
+    info: DeviceInfo
+    dtype: torch.dtype
+    dtype_reason: str
+    batched_tokens: int
+    choice: QuantChoice
+    kv: KVDtype
+    checkpoint: Checkpoint
+    model: Model
+    layouts: list[KVLayout]
+    load_plan: LoadPlan
+    scales: ResolvedScales
+    memory: MemoryPlan
+    notes: list[str] = field(default_factory=list)
+
+
+def decide(
+    config: EngineConfig, checkpoint: Checkpoint | None = None, machine: Machine | None = None
+) -> Built:
+    """Choose everything and plan the memory. `checkpoint` is the opened `config.model`, where somebody has it already;
+    `machine` another one than this."""
+    s = look_at(config, checkpoint, machine)
+    kv = load_plugin("kv", config.kv_cache_dtype)()
+    notes: list[str] = []
+    load_plan, compact = s.load_plan, False
+    try:
+        memory = plan(s.inputs(config))
+    except CapacityError:
+        compact = True
+        smaller = s.rebuild(s.model, True)
+        if smaller.total_bytes == load_plan.total_bytes:
+            raise
+        memory = plan(s.inputs(config, smaller))
+        notes.append(
+            f"Memory is short: linears keep {report.gib(smaller.total_bytes)} instead of "
+            f"{report.gib(load_plan.total_bytes)}, without the copies that make large batches fast"
+        )
+        load_plan = smaller
+    model = s.model
+    if memory.max_model_len != model.ctx.max_model_len:
+        # Length-dependent rotary frequencies follow the final length, so the (still empty) model is built anew.
+        model = build_model(
+            dataclasses.replace(model.ctx, max_model_len=memory.max_model_len, leaves=[], attention=[])
+        )
+        load_plan = s.rebuild(model, compact)
+    layouts = layer_layouts(model.attention, kv, config.block_size, s.dtype, s.machine.info)
+    return Built(
+        config, s.machine.device, s.machine.info, s.dtype, s.dtype_reason, batched_tokens(config, s.machine.info),
+        s.choice, kv, s.checkpoint, model, layouts, load_plan, s.scales, memory, notes,
+    )  # fmt: skip
+
+
+def look_at(
+    config: EngineConfig,
+    checkpoint: Checkpoint | None = None,
+    machine: Machine | None = None,
+    described: bool = False,
+) -> Surveyed:
+    """Read headers, choose formats, build the empty model. `described`: the checkpoint has no weights (or not those that
+    serving would make), so headers are what its config says of them."""
+    if config.model is None:
+        raise ConfigError("no model", hint="a local folder or a hub name")
+    machine = machine or this_machine(config.device)
+    info = machine.info
+    dummy = config.load_format == "dummy"
+    if checkpoint is None:
+        folder = Path(config.model)
+        checkpoint = Checkpoint.config_only(folder) if dummy else Checkpoint.open(folder)
+    dtype, reason = devices.choose_dtype(config.dtype, checkpoint.dtype, info)
+    choice = select_quant(config.quantization, checkpoint.quant)
+    kv = load_plugin("kv", config.kv_cache_dtype)()
+    hf = load_config(checkpoint, trust_remote_code=config.trust_remote_code)
+    longest = config.max_model_len or 1 << 30
+    ctx = ModelContext(hf, machine.device, info, dtype, devices.residual_dtype(dtype, info), longest)
+    model = build_model(ctx)
+    if config.max_model_len is None:
+        ctx.max_model_len = model.max_position
+    source: TensorSource = checkpoint
+    if described:
+        source = DescribedSource(model.leaves, choice.quant, checkpoint.dtype)
+    elif dummy:
+        source = dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed)
+    sidecar = None if dummy or described else read_sidecar(config.kv_scales, checkpoint)
+    stored = checkpoint.quant.config if checkpoint.quant else None
+    scales = resolve_kv_scales(source, model.attention, kv, stored, sidecar)
+
+    def rebuild(model: Model, compact: bool) -> LoadPlan:
+        return resolve(
+            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed, compact=compact
+        )
+
+    load_plan = rebuild(model, False)
+    return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, scales, rebuild)

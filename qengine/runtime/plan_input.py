@@ -1,0 +1,153 @@
+"""From a model, its load plan and the options to the numbers that memory is planned from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from qengine.config import EngineConfig
+from qengine.core.memory import ActivationShape, group_layers, storage_bytes
+from qengine.core.offload import OffloadUnit
+from qengine.core.plan import PlanInput
+from qengine.errors import ConfigError, PluginError
+from qengine.layers.linear import Linear
+from qengine.layers.moe import ExpertLinear
+from qengine.models.model import Model
+from qengine.plugin import DeviceInfo, KVDtype, KVLayout
+from qengine.plugin.discovery import list_plugins, load_plugin
+from qengine.runtime import device as devices
+from qengine.runtime.graphs import graph_bytes
+from qengine.runtime.kv_cache import layer_layouts
+from qengine.runtime.loader import LoadPlan
+from qengine.runtime.machine import Machine
+
+GPU_RESERVE = 256 << 20
+"""Left free on a GPU: the driver's context, library handles, fragments between allocations."""
+CPU_RESERVE = 512 << 20
+CPU_KV_DEFAULT = 4 << 30
+"""KV cache on a CPU when nothing is asked for; more only where one request of max_model_len needs it."""
+DEFAULT_BATCH = {"cuda": 8192, "cpu": 512}
+LOGIT_ROWS = 256
+
+
+def batched_tokens(config: EngineConfig, info: DeviceInfo) -> int:
+    return config.max_num_batched_tokens or DEFAULT_BATCH[info.type]
+
+
+def plan_input(
+    config: EngineConfig, machine: Machine, model: Model, load_plan: LoadPlan, kv: KVDtype, dtype: torch.dtype
+) -> PlanInput:
+    """Raises CapabilityError when the KV dtype does not run here, ConfigError for offload from a CPU to itself."""
+    info = machine.info
+    groups = group_layers([layer.spec.sliding_window for layer in model.attention])
+    block_bytes = _block_bytes(model, layer_layouts(model.attention, kv, config.block_size, dtype, info))
+    if config.cpu_offload_gb != 0 and not machine.is_gpu:
+        raise ConfigError("--cpu-offload-gb moves weights from a GPU to host memory", have="--device cpu", need="a GPU")
+    units, step_bytes = weight_units(model, info)
+    return PlanInput(
+        total=machine.memory.total,
+        free=machine.memory.free,
+        weights=load_plan.bytes_by_format,
+        shape=_shape(model, dtype, info),
+        logit_rows=min(config.max_num_seqs, LOGIT_ROWS),
+        groups=groups,
+        block_bytes=block_bytes,
+        block_size=config.block_size,
+        max_chunk=batched_tokens(config, info),
+        model_max_len=model.max_position,
+        max_model_len=config.max_model_len,
+        utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        kv_default=None if machine.is_gpu else CPU_KV_DEFAULT,
+        reserve=GPU_RESERVE if machine.is_gpu else CPU_RESERVE,
+        graphs=_graph_bytes(config, model, dtype, info, len(groups)),
+        alternatives=_alternatives(config, model, info, dtype, block_bytes),
+        units=units,
+        offload=None if config.cpu_offload_gb is None else int(config.cpu_offload_gb * (1 << 30)),
+        step_bytes=step_bytes,
+        memory_bandwidth=machine.memory_bandwidth,
+        link_bandwidth=machine.link_bandwidth,
+        neighbours=machine.neighbours,
+    )
+
+
+def _block_bytes(model: Model, layouts: Sequence[KVLayout]) -> int:
+    groups = group_layers([layer.spec.sliding_window for layer in model.attention])
+    return sum(storage_bytes(groups, [layout.block_bytes for layout in layouts]))
+
+
+def _shape(model: Model, dtype: torch.dtype, info: DeviceInfo) -> ActivationShape:
+    spec = max((layer.spec for layer in model.attention), key=lambda s: s.num_heads * s.head_dim)
+    return ActivationShape(
+        hidden=model.hidden_size,
+        intermediate=model.intermediate_size,
+        vocab=model.vocab_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        itemsize=dtype.itemsize,
+        residual_itemsize=devices.residual_dtype(dtype, info).itemsize,
+        workspace=_workspace(model, dtype, info),
+    )
+
+
+def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
+    """What dequantise-then-GEMM writes beside its inputs on a GPU: the largest quantised linear in the compute dtype."""
+    if info.type != "cuda":
+        return 0
+    dense = [(leaf, leaf.in_features * leaf.out_features * dtype.itemsize) for leaf in model.linears()]
+    return max((size for leaf, size in dense if sum(leaf.resident_bytes(info).values()) < size), default=0)
+
+
+def _graph_bytes(config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int) -> int:
+    if info.type != "cuda" or config.enforce_eager:
+        return 0
+    blocks = -(-(config.max_model_len or model.max_position) // config.block_size)
+    return graph_bytes(
+        config.max_num_seqs, model.hidden_size, model.vocab_size, dtype.itemsize, blocks * num_groups
+    )
+
+
+def _alternatives(
+    config: EngineConfig, model: Model, info: DeviceInfo, dtype: torch.dtype, block_bytes: int
+) -> Mapping[str, int]:
+    """Installed KV dtypes that would take less here, by name, with their bytes for one block."""
+    found: dict[str, int] = {}
+    for record in list_plugins("kv"):
+        try:
+            other = load_plugin("kv", record.name)()
+        except PluginError:
+            continue  # a broken plugin matters only to those who ask for it
+        if not all(other.capability(info, layer.spec, dtype) for layer in model.attention):
+            continue
+        size = _block_bytes(model, [other.layout(layer.spec, config.block_size, dtype) for layer in model.attention])
+        if size < block_bytes and size not in found.values():
+            found[record.name] = size
+    return found
+
+
+def weight_units(model: Model, info: DeviceInfo) -> tuple[list[OffloadUnit], int]:
+    """The decoder layers as offload sees them, and the bytes of weights that a step of one sequence reads in all.
+
+    A layer is known by the name of its attention module; of experts a step reads those that one token takes.
+    """
+    prefixes = [f"{layer.name.rpartition('.')[0]}." for layer in model.attention]
+    kept: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    for leaf in model.leaves:
+        if not isinstance(leaf, Linear):
+            continue
+        size = sum(leaf.resident_bytes(info).values())
+        home = next((p for p in _parents(leaf.name) if p in prefixes), "")
+        kept[home] += size
+        read[home] += int(size * leaf.group.share) if isinstance(leaf, ExpertLinear) else size
+    units = [OffloadUnit(p.removesuffix("."), kept[p], read[p]) for p in prefixes if kept[p]]
+    return units, sum(read.values())
+
+
+def _parents(name: str) -> list[str]:
+    """ "a.b.c" -> "a.b.", "a." """
+    parts = name.split(".")
+    return [".".join(parts[:i]) + "." for i in range(len(parts) - 1, 0, -1)]
