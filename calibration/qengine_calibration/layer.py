@@ -10,11 +10,14 @@ import torch
 
 from qengine.layers.feeds import Feed
 from qengine.layers.linear import Linear
+from qengine.layers.moe import ExpertLinear
 from qengine.models.blocks import DecoderLayer
 from qengine.plugin import CalibratedQuantizer, InputStats, LinearSpec, Quantizer, TensorInfo, WeightQuant
+from qengine.runtime.quant_config import QuantConfig
+from qengine.runtime.quant_select import select_quant
 from qengine.runtime.safetensors_file import CODES
 from qengine_calibration.fold import LayerWeights, can_fold, fold, specs_of
-from qengine_calibration.observe import InputObserver
+from qengine_calibration.observe import InputObserver, Seen
 
 COLD_TOKENS = 32
 """Of a linear that saw fewer (an expert that is rarely chosen), the weights alone decide."""
@@ -40,11 +43,15 @@ class LayerQuantizer:
 
     def __init__(self, quantizer: Quantizer, plugin: type[WeightQuant]) -> None:
         self.quantizer = quantizer
-        self.reader = plugin.parse(quantizer.config([]))
+        self.reader = reader_of(quantizer, plugin)
 
     @property
     def calibrated(self) -> CalibratedQuantizer | None:
         return self.quantizer if isinstance(self.quantizer, CalibratedQuantizer) else None
+
+    @property
+    def wants_moment(self) -> bool:
+        return self.calibrated is not None and self.calibrated.wants_moment
 
     def chosen(self, leaves: Sequence[Any]) -> dict[str, LinearSpec]:
         """The linears that will be quantised, by name."""
@@ -53,30 +60,31 @@ class LayerQuantizer:
 
     def observed(self, layer: DecoderLayer) -> list[Linear]:
         """The leaves whose inputs have to be looked at: those with a chosen linear, and the first reader of each
-        vector, which sees all tokens."""
-        if self.calibrated is None:
-            return []
+        vector that factors can be taken out of, which sees all tokens."""
         chosen = self.chosen(layer.leaves)
-        first = [f.readers[0] for f in layer.feeds() if can_fold(f, list(chosen))]
+        first = [f.readers[0] for f in layer.feeds() if can_fold(f, list(chosen))] if self.calibrated else []
         own = [leaf for leaf in layer.leaves if isinstance(leaf, Linear) and any(s.name in chosen for s in leaf.specs)]
         return list({leaf.name: leaf for leaf in [*first, *own]}.values())
 
+    @torch.inference_mode()
     def run(
         self, layer: DecoderLayer, tensors: dict[str, torch.Tensor], observers: Mapping[str, InputObserver]
     ) -> LayerResult:
-        """`tensors` are the layer's float tensors by name, on the device where the work is done."""
+        """`tensors` are the layer's float tensors by name, on the device where the work is done. What `observers`
+        summed up is used up."""
         out = LayerResult()
         weights = LayerWeights(tensors)
         chosen = self.chosen(layer.leaves)
-        stats = {
-            spec.name: observers[leaf.name].stats() for leaf in layer.leaves
-            if isinstance(leaf, Linear) and leaf.name in observers for spec in leaf.specs
-        }  # fmt: skip
+        seen = {name: observer.seen() for name, observer in observers.items()}
         if self.calibrated is not None:
             for feed in layer.feeds():
-                self._fold(self.calibrated, feed, chosen, weights, stats, out)
-        for name, spec in chosen.items():
-            self._quantize(spec, weights.values[f"{name}.weight"], stats.get(name), out)
+                self._fold(self.calibrated, feed, chosen, weights, seen, out)
+        for leaf in layer.leaves:
+            if not isinstance(leaf, Linear):
+                continue
+            for spec in leaf.specs:
+                if spec.name in chosen:
+                    self._quantize(spec, leaf, weights.values[f"{spec.name}.weight"], seen, out)
         for name, value in weights.values.items():
             if name in weights.changed and name not in out.replaced:
                 out.tensors[name] = weights.stored(name)
@@ -87,54 +95,74 @@ class LayerQuantizer:
 
     def _fold(
         self, quantizer: CalibratedQuantizer, feed: Feed, chosen: Mapping[str, LinearSpec], weights: LayerWeights,
-        stats: dict[str, InputStats | None], out: LayerResult,
+        seen: dict[str, Seen | None], out: LayerResult,
     ) -> None:
-        seen = stats.get(feed.readers[0].specs[0].name)
-        if seen is None or seen.tokens < COLD_TOKENS or not can_fold(feed, list(chosen)):
+        first = seen.get(feed.readers[0].name)
+        if first is None or first.stats.tokens < COLD_TOKENS or not can_fold(feed, list(chosen)):
             return
         readers = [(s, weights.values[f"{s.name}.weight"]) for s in specs_of(feed) if s.name in chosen]
-        channels = None if feed.channels is None else feed.channels.to(seen.amax.device)
-        factors = quantizer.input_factors(readers, seen, channels)
+        channels = None if feed.channels is None else feed.channels.to(first.stats.amax.device)
+        factors = quantizer.input_factors(readers, first.stats, channels)
         if factors is None:
             return
         if not bool((torch.isfinite(factors) & (factors > 0)).all()):
             raise ValueError(f"{readers[0][0].name}: the quantizer chose factors that are not finite and positive")
         factors = fold(feed, factors, weights)
-        for spec in specs_of(feed):
-            own = stats.get(spec.name)
+        for leaf in feed.readers:
+            own = seen.get(leaf.name)
             if own is not None:
-                stats[spec.name] = own.divided(factors)
+                seen[leaf.name] = own.divided(factors)
         out.factors[feed.readers[0].name] = {"least": float(factors.min()), "most": float(factors.max())}
 
     def _quantize(
-        self, spec: LinearSpec, weight: torch.Tensor, stats: InputStats | None, out: LayerResult
+        self, spec: LinearSpec, leaf: Linear, weight: torch.Tensor, seen: Mapping[str, Seen | None], out: LayerResult
     ) -> None:
-        tokens = 0 if stats is None else stats.tokens
+        own = seen.get(leaf.name)
+        tokens = 0 if own is None else own.stats.tokens
         if self.calibrated is None:
             made = self.quantizer.quantize(spec, weight)
-        elif stats is None or tokens < COLD_TOKENS:
+        elif own is None or tokens < COLD_TOKENS:
             out.cold[spec.name] = tokens
-            made = self.quantizer.quantize(spec, weight)
+            made = self.calibrated.quantize_cold(spec, weight, relatives(leaf, seen))
         else:
-            made = self.calibrated.quantize_calibrated(spec, weight, stats)
+            made = self.calibrated.quantize_calibrated(spec, weight, own.stats)
         infos = {leaf: TensorInfo(leaf, CODES[t.dtype], tuple(t.shape)) for leaf, t in made.items()}
         scheme = self.reader.scheme_for(spec, infos)
         if scheme is None:
             raise ValueError(f"{spec.name}: the plugin does not read what its own quantizer made")
         meaning = scheme.dequantize(spec, made).to(weight.device)
-        out.linears[spec.name] = {"tokens": tokens, **errors(weight, meaning, stats)}
+        out.linears[spec.name] = {"tokens": tokens, **errors(weight, meaning, own)}
         names = {leaf: f"{spec.name}.{leaf}" for leaf in made}
         out.tensors |= {names[leaf]: t for leaf, t in made.items()}
         out.replaced[f"{spec.name}.weight"] = list(names.values())
         out.meaning[f"{spec.name}.weight"] = meaning
 
 
-def errors(weight: torch.Tensor, meaning: torch.Tensor, stats: InputStats | None) -> dict[str, float]:
+def reader_of(quantizer: Quantizer, plugin: type[WeightQuant]) -> WeightQuant:
+    """What reads the quantizer's files: its own plugin, or that of the method which its config names."""
+    config = quantizer.config([])
+    method = config.get("quant_method")
+    if method is None or method in (plugin.name, *plugin.methods):
+        return plugin.parse(config)
+    reader = select_quant(None, QuantConfig(method, config, f"the config of new {plugin.name} weights")).quant
+    assert reader is not None
+    return reader
+
+
+def relatives(leaf: Linear, seen: Mapping[str, Seen | None]) -> InputStats | None:
+    """Of the same linear of the other experts, the statistics of the one that saw the largest values."""
+    if not isinstance(leaf, ExpertLinear):
+        return None
+    found = [seen.get(other.name) for other in leaf.group.leaves]
+    warm = [s.stats for s in found if s is not None and s.stats.tokens >= COLD_TOKENS]
+    return max(warm, key=lambda s: float(s.amax.max()), default=None)
+
+
+def errors(weight: torch.Tensor, meaning: torch.Tensor, seen: Seen | None) -> dict[str, float]:
     """Relative errors (root of squared error by squared size) of the weight, and of the outputs where inputs are
     known."""
     difference = meaning - weight
     found = {"weight_error": float(difference.norm() / weight.norm().clamp_min(1e-30))}
-    if stats is not None and stats.moment is not None:
-        power = stats.output_error(weight)
-        found["output_error"] = (max(stats.output_error(difference), 0.0) / max(power, 1e-30)) ** 0.5
+    if seen is not None:
+        found["output_error"] = (seen.output_power(difference) / max(seen.output_power(weight), 1e-30)) ** 0.5
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,35 @@ from qengine.layers.batch import Batch
 from qengine.layers.linear import Linear
 from qengine.plugin import AttentionSpec, InputStats, LinearOp
 
+SAMPLE_ROWS = 256
+"""Inputs of a linear that are kept, spread over the text, where no moment tells the outputs' error."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came by in front of a linear: `stats` for the quantizer, `sample` float32 [rows, K] for the report where
+    `stats` hold no moment."""
+
+    stats: InputStats
+    sample: torch.Tensor | None = None
+
+    def divided(self, factors: torch.Tensor) -> Seen:
+        """The same of x / factors, factors [K]."""
+        return Seen(self.stats.divided(factors), None if self.sample is None else self.sample / factors)
+
+    def output_power(self, weight: torch.Tensor) -> float:
+        """Mean over tokens of the squared size of x weight^T, weight [N, K]."""
+        if self.stats.moment is not None:
+            return max(self.stats.output_error(weight), 0.0)
+        assert self.sample is not None
+        return float((self.sample @ weight.t()).square().sum()) / len(self.sample)
+
 
 class InputObserver(LinearOp):
     """Runs a linear's ops and sums up what they read, in float32 on the linear's device. Takes the place of the ops."""
 
-    def __init__(self, leaf: Linear, moment: bool) -> None:
+    def __init__(self, leaf: Linear, moment: bool, expected: int) -> None:
+        """`expected` tokens will come by, or fewer."""
         self.ops = list(leaf.ops)
         self.in_features, self.out_features = leaf.in_features, leaf.out_features
         self.kernel = "observed"
@@ -24,6 +49,8 @@ class InputObserver(LinearOp):
         self._amax: torch.Tensor | None = None
         self._moment: torch.Tensor | None = None
         self._wants_moment = moment
+        self._sample: list[torch.Tensor] = []
+        self._step = max(1, expected // SAMPLE_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.see(x.float())
@@ -41,24 +68,27 @@ class InputObserver(LinearOp):
             if self._moment is None:
                 self._moment = x.new_zeros(x.shape[1], x.shape[1])
             self._moment.addmm_(x.t(), x)
+        else:
+            self._sample.append(x[-self.tokens % self._step :: self._step].clone())
         self.tokens += len(x)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {f"{i}.{k}": t for i, op in enumerate(self.ops) for k, t in op.buffers().items()}
 
-    def stats(self) -> InputStats | None:
-        """None when no token came by."""
+    def seen(self) -> Seen | None:
+        """None when no token came by. What was summed up goes into the result: asked once."""
         if self._sum is None or self._amax is None:
             return None
-        moment = None if self._moment is None else self._moment / self.tokens
-        return InputStats(self.tokens, self._sum / self.tokens, self._amax, moment)
+        if self._moment is None:
+            return Seen(InputStats(self.tokens, self._sum / self.tokens, self._amax), torch.cat(self._sample))
+        return Seen(InputStats(self.tokens, self._sum / self.tokens, self._amax, self._moment.div_(self.tokens)))
 
 
-def observe(leaves: Sequence[Linear], moment: bool) -> dict[str, InputObserver]:
+def observe(leaves: Sequence[Linear], moment: bool, expected: int) -> dict[str, InputObserver]:
     """Put an observer in front of each loaded linear, by its name."""
     out = {}
     for leaf in leaves:
-        observer = InputObserver(leaf, moment)
+        observer = InputObserver(leaf, moment, expected)
         leaf.ops = [observer]
         out[leaf.name] = observer
     return out

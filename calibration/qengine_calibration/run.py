@@ -146,8 +146,7 @@ class CalibrationRun:
             self.stream.load(layer.leaves)
             observers: dict[str, InputObserver] = {}
             if self.quantizer is not None:
-                moment = self.quantizer.calibrated is not None and self.quantizer.calibrated.wants_moment
-                observers = observe(self.quantizer.observed(layer), moment)
+                observers = observe(self.quantizer.observed(layer), self.quantizer.wants_moment, self.texts.tokens)
             try:
                 return observers, self._pass(index, keep, see_kv)
             except MemoryShortError:

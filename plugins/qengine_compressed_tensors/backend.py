@@ -55,6 +55,12 @@ class CompressedTensorsQuant(WeightQuant):
         """The packing of files in which a width fits both."""
         return "padded" if self.config.version and self.config.version < DENSE_PACKING else "dense"
 
+    @classmethod
+    def with_kv_scales(cls, config: Mapping[str, Any] | None, granularity: str) -> dict[str, Any] | None:
+        strategies = {"tensor": "tensor", "head": "attn_head"}
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        return {**(config or {}), "kv_cache_scheme": {**scheme, "strategy": strategies[granularity]}}
+
     def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
         kind = stored_kind(tensors)
         matched = matching_groups(spec.name, self.config.groups)

@@ -137,3 +137,13 @@ class DenseQuant(WeightQuant):
     def scheme_for(self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]) -> LinearScheme | None:
         """None without a `weight`. A weight of another dtype or shape is left to the accounting, which names it."""
         return DenseScheme() if "weight" in tensors else None
+
+    @classmethod
+    def with_kv_scales(cls, config: Mapping[str, Any] | None, granularity: str) -> dict[str, Any] | None:
+        """compressed-tensors' config without any weight group: what llm-compressor writes for 16-bit weights."""
+        strategies = {"tensor": "tensor", "head": "attn_head"}
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        return {
+            "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed",
+            "config_groups": {}, "ignore": [], "kv_cache_scheme": {**scheme, "strategy": strategies[granularity]},
+        }  # fmt: skip

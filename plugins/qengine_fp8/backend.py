@@ -25,7 +25,7 @@ from qengine.plugin import (
 )
 from qengine_fp8.config import Fp8Config, read_config
 from qengine_fp8.headers import FLOATS, INPUT_LEAVES, SCALE_LEAVES, Stored, read_headers
-from qengine_fp8.quantizer import Fp8Quantizer, stays_dense
+from qengine_fp8.quantizer import quantizer, stays_dense
 from qengine_fp8.reference import dequantize
 from qengine_kernels.cpu_linear import tuning
 from qengine_kernels.fp8_linear import (
@@ -235,4 +235,11 @@ class Fp8Quant(WeightQuant):
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:
-        return Fp8Quantizer(**options)
+        return quantizer(**options)
+
+    @classmethod
+    def with_kv_scales(cls, config: Mapping[str, Any] | None, granularity: str) -> dict[str, Any] | None:
+        """AutoFP8's word for them; its readers know one scale a tensor."""
+        if granularity != "tensor":
+            return None
+        return {**(config or {"quant_method": "fp8"}), "kv_cache_scheme": "static"}

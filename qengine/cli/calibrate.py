@@ -46,8 +46,16 @@ class CalibrateConfig:
     symmetric: bool | None = option(None, "One zero point for all groups, in the middle (gptq)", group=WEIGHTS)
     act_order: bool | None = option(None, "Round inputs in the order of their size (gptq)", group=WEIGHTS)
     granularity: str | None = option(
-        None, "What shares a scale: channel or block (fp8)", group=WEIGHTS, metavar="NAME"
+        None, "What shares a scale: channel or block (fp8; default: channel)", group=WEIGHTS, metavar="NAME"
     )
+    activations: str | None = option(
+        None, "How activations will be rounded: dynamic, or static by a measured scale (fp8; default: dynamic)",
+        group=WEIGHTS, metavar="NAME",
+    )  # fmt: skip
+    damping: float | None = option(
+        None, "Share of the Hessian's mean diagonal that is added to it, more where that is too little (gptq)",
+        group=WEIGHTS,
+    )  # fmt: skip
     feed: str = option(
         "original", "Whose outputs the next layer sees", group=WEIGHTS, choices=("original", "quantised")
     )
@@ -133,7 +141,7 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
 
     weights = kv = None
     if config.quant is not None:
-        names = ("bits", "group_size", "zero_point", "symmetric", "act_order", "granularity")
+        names = ("bits", "group_size", "zero_point", "symmetric", "act_order", "granularity", "activations", "damping")
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
         kv = KVOptions(load_plugin("kv", config.kv_dtype)(), config.kv_granularity, config.method)

@@ -67,7 +67,15 @@ class CalibratedQuantizer(Quantizer):
     def quantize_calibrated(
         self, spec: LinearSpec, weight: torch.Tensor, stats: InputStats
     ) -> dict[str, torch.Tensor]:
-        """As `quantize`, for inputs like those in `stats`. A linear that saw no token goes through `quantize`."""
+        """As `quantize`, for inputs like those in `stats`."""
+
+    def quantize_cold(
+        self, spec: LinearSpec, weight: torch.Tensor, relatives: InputStats | None
+    ) -> dict[str, torch.Tensor]:
+        """As `quantize`, for a linear that saw too few tokens: an expert that is rarely chosen. `relatives` are the
+        statistics of the same linear of that expert which saw the largest values, None where no expert saw enough. By
+        default the weights alone decide."""
+        return self.quantize(spec, weight)
 
 
 def tie(values: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:

@@ -237,6 +237,13 @@ class WeightQuant(ABC):
         return None
 
     @classmethod
+    def with_kv_scales(cls, config: Mapping[str, Any] | None, granularity: str) -> dict[str, Any] | None:
+        """`config`, a quantization_config that this plugin reads (None: a 16-bit checkpoint has none), saying also that
+        the file holds k_scale and v_scale tensors for an e4m3 KV cache, so that other engines use them. `granularity`
+        is "tensor" ([1] each) or "head" ([num_kv_heads, 1, 1]). None: the format has no word for such scales."""
+        return None
+
+    @classmethod
     def samples(cls) -> Sequence[WeightSample]:
         """Small stored linears for the conformance kit, in every dialect that `quantizer` does not make."""
         return ()

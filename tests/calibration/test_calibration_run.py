@@ -222,15 +222,20 @@ def test_short_memory_halves_the_micro_batches(tmp_path: Path, monkeypatch: pyte
         make_copy(source, tmp_path / "none", texts(), RunOptions(weights, device="cpu"))
 
 
-def test_experts_without_tokens_are_listed_and_finite(tmp_path: Path) -> None:
-    """A router that always picks experts 0 and 1 (C26)."""
-    make_moe(tmp_path / "source", "mixtral", num_local_experts=8)
-    file = tmp_path / "source" / "model.safetensors"
+def lopsided_moe(folder: Path) -> Path:
+    """Eight experts and a router that always picks 0 and 1 (C26)."""
+    make_moe(folder, "mixtral", num_local_experts=8)
+    file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, t in tensors.items():
         if name.endswith("block_sparse_moe.gate.weight"):
             t.zero_()  # equal scores: topk takes the first two
     save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_experts_without_tokens_are_listed_and_finite(tmp_path: Path) -> None:
+    lopsided_moe(tmp_path / "source")
     weights = weights_option("awq", group_size=32)
     facts = make_copy(tmp_path / "source", tmp_path / "copy", texts(400), RunOptions(weights, device="cpu"))
     cold = {n for n in facts["cold"] if "layers.0" in n}
@@ -271,7 +276,22 @@ def test_quantised_feed_and_plain_quantizers(tmp_path: Path) -> None:
     same = {n for n, t in first.items() if torch.equal(t, results["quantised"][n])}
     assert {n for n in first if "layers.0" in n} <= same
     assert any("layers.1" in n and n not in same for n in first)
-    for granularity, error in (("channel", 0.18), ("block", 0.18)):
-        options = RunOptions(weights_option("fp8", granularity=granularity), device="cpu")
-        make_copy(source, tmp_path / granularity, data, options)
-        assert damage(tmp_path / granularity, source) < error
+    for name, chosen in (("channel", {}), ("block", {"granularity": "block"}), ("static", {"activations": "static"})):
+        facts = make_copy(source, tmp_path / name, data, RunOptions(weights_option("fp8", **chosen), device="cpu"))
+        assert damage(tmp_path / name, source) < 0.18
+        # Errors of outputs are measured, on a sample, for formats that look at weights alone, too.
+        assert all(0 < f["output_error"] < 0.05 and f["tokens"] == 200 for f in facts["linears"].values())
+
+
+def test_static_activations_of_experts(tmp_path: Path) -> None:
+    """Experts that no token reached take the largest scale of those that saw some: no zero, no 1."""
+    lopsided_moe(tmp_path / "source")
+    weights = weights_option("fp8", activations="static")
+    facts = make_copy(tmp_path / "source", tmp_path / "copy", texts(400), RunOptions(weights, device="cpu"))
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    for part in ("w1", "w2", "w3"):
+        names = [f"model.layers.0.block_sparse_moe.experts.{i}.{part}" for i in range(8)]
+        scales = [float(tensors[f"{name}.input_scale"]) for name in names]
+        warm = [s for name, s in zip(names, scales, strict=True) if name not in facts["cold"]]
+        assert len(warm) == 2 and min(warm) > 0 and 1.0 not in scales
+        assert [s for name, s in zip(names, scales, strict=True) if name in facts["cold"]] == [max(warm)] * 6
