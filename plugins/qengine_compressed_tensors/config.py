@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qengine.plugin.patterns import NamePattern
 from qengine_compressed_tensors.arguments import Args, as_mapping, read_args, refuse_unknown, short
 
 READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -15,6 +16,7 @@ NOTHING_STORED = ("dense", "mixed-precision", "fakequant")
 REFUSED = {
     "nvfp4-pack-quantized": "4-bit floats (NVFP4)",
     "mxfp4-pack-quantized": "4-bit floats (MXFP4)",
+    "mxfp6-pack-quantized": "6-bit floats (MXFP6)",
     "mxfp8-quantized": "8-bit floats with shared exponents (MXFP8)",
     "marlin-24": "2:4 sparse weights",
     "sparse-bitmask": "sparse weights",
@@ -30,12 +32,20 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
+class Target:
+    """An entry of `targets` or `ignore` as written: a module's name, a "re:" pattern, or the name of a class."""
+
+    text: str
+    pattern: NamePattern | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class Group:
     """One entry of config_groups. `format` is the group's own or the global one; `own_format` says which. `weights`
     None: a group about attention or the KV cache only."""
 
     name: str
-    targets: tuple[str, ...]
+    targets: tuple[Target, ...]
     weights: Args | None
     inputs: Args | None
     format: str
@@ -44,11 +54,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Config:
-    """`groups` in file order, those without quantised weights left out; `ignore` as written (names, "re:" patterns,
-    class names); `version` of the writer as numbers, empty when unknown."""
+    """`groups` in file order, those without quantised weights left out; `version` of the writer as
+    numbers, empty when unknown."""
 
     groups: tuple[Group, ...] = ()
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[Target, ...] = ()
     version: tuple[int, ...] = ()
     stated: bool = field(default=True)
 
@@ -152,19 +162,16 @@ def read_format(where: str, value: Any) -> str | None:
     return str(value)
 
 
-def read_names(where: str, value: Any) -> tuple[str, ...]:
+def read_names(where: str, value: Any) -> tuple[Target, ...]:
     """A list of module names, class names and "re:" patterns; each pattern must compile."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise ValueError(f"{where} {short(value)} makes no sense; need: a list of names")
-    for name in value:
-        if name.startswith("re:"):
-            try:
-                re.compile(name.removeprefix("re:"))
-            except (re.error, RecursionError, OverflowError) as e:
-                raise ValueError(f"{where} {short(name)} is no regular expression: {e}") from e
-    return tuple(value)
+    return tuple(
+        Target(text, NamePattern(where, text.removeprefix("re:"), text) if text.startswith("re:") else None)
+        for text in value
+    )
 
 
 def read_version(value: Any) -> tuple[int, ...]:

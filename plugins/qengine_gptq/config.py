@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from qengine.plugin.patterns import NamePattern
 from qengine_gptq.layout import BITS
 from qengine_gptq.zeros import Stored, ZeroRule
 
@@ -47,7 +48,7 @@ class Rule:
     not quantised."""
 
     text: str
-    pattern: re.Pattern[str]
+    pattern: NamePattern
     settings: Mapping[str, Any] | None
 
 
@@ -64,7 +65,7 @@ class GptqConfig:
     def matches(self, module: str) -> Iterator[ModuleConfig | None]:
         """What the rules say of a module, the one that counts first; None is "not quantised"."""
         for rule in self.rules:
-            if rule.pattern.match(module):
+            if rule.pattern.matches(module):
                 if rule.settings is None:
                     yield None
                 else:
@@ -161,10 +162,7 @@ def read_rules(dynamic: Any) -> tuple[Rule, ...]:
         raise ValueError(f"dynamic {dynamic!r} makes no sense; need: an object of patterns")
     rules = []
     for text, value in dynamic.items():
-        try:
-            pattern = re.compile(text.removeprefix("-:").removeprefix("+:"))
-        except (re.error, RecursionError, OverflowError) as e:
-            raise ValueError(f"dynamic holds {text!r}, which is no regular expression: {e}") from e
+        pattern = NamePattern("dynamic", text.removeprefix("-:").removeprefix("+:"), text)
         if text.startswith("-:"):
             rules.append(Rule(text, pattern, None))
             continue

@@ -21,7 +21,7 @@ from compressed_tensors_files import (
 )
 from qengine.plugin import LinearScheme, LinearSpec, TensorInfo
 from qengine_compressed_tensors.backend import CompressedTensorsQuant
-from qengine_compressed_tensors.config import Group, read_config
+from qengine_compressed_tensors.config import Group, read_config, read_names
 from qengine_compressed_tensors.fp8 import Fp8Scheme
 from qengine_compressed_tensors.int8 import Int8Scheme
 from qengine_compressed_tensors.targets import is_ignored, matching_groups
@@ -76,7 +76,7 @@ def test_of_equal_targets_the_last_group_counts() -> None:
      ("re:.*q_proj$", True), ("LlamaMLP", False)],
 )  # fmt: skip
 def test_ignore(entry: str, want: bool) -> None:
-    assert is_ignored(Q, [entry]) == want
+    assert is_ignored(Q, read_names("ignore", [entry])) == want
 
 
 def test_mixed_schemes_in_one_file() -> None:

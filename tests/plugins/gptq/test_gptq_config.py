@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qengine.plugin import LinearSpec, TensorInfo
+from qengine.plugin.patterns import NamePattern
 from qengine_gptq.backend import GptqQuant, GptqScheme
 from qengine_gptq.config import ModuleConfig, read_config
 from qengine_gptq.zeros import ZeroRule
@@ -180,7 +180,7 @@ def test_without_a_config_the_tensors_tell(bits: int, group: int) -> None:
 def test_rules_are_read_once_each() -> None:
     config = read_config(BASE | {"dynamic": DYNAMIC})
     assert [rule.settings is None for rule in config.rules] == [True, False, False]
-    assert all(isinstance(rule.pattern, re.Pattern) for rule in config.rules)
+    assert all(isinstance(rule.pattern, NamePattern) for rule in config.rules)
     assert next(config.matches("lm_head")) == ModuleConfig(8, 32, True, source="the dynamic rule 'lm_head'")
 
 
