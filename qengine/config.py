@@ -117,6 +117,11 @@ class EngineConfig:
     scheduling_policy: str = option(
         "fcfs", "Order of waiting requests", group=SCHEDULING, choices=("fcfs", "priority")
     )
+    async_scheduling: bool | None = option(
+        None,
+        "Schedule and start a step while the one before it still runs (default: on CUDA on, on a CPU off)",
+        group=SCHEDULING,
+    )
     tensor_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-tp",))
     pipeline_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-pp",))
     swap_space: float = option(0.0, "KV swap to host memory; only 0 for now", group=NOT_BUILT)

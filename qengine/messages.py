@@ -72,6 +72,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     nonfinite_requests: int = 0
+    synchronous_steps: int = 0
+    kernels_compiled: int = 0
     fatal: str | None = None
 
 

@@ -57,7 +57,7 @@ class Admission:
         sibling = self._waits[request.request_id].sibling
         if sibling is None or sibling.finished:
             return False
-        return sibling.num_computed_tokens < sibling.num_prompt_tokens
+        return self._manager.num_verified(sibling) < sibling.num_prompt_tokens
 
     def may_be_passed(self, request: Request) -> bool:
         """Whether later requests may start while this one does not fit."""

@@ -136,6 +136,7 @@ class KVCacheManager:
                 if block:
                     self.pool.share(block)
         request.block_tables = [list(table) for table in hit.blocks]
+        request.table_changes += 1
         request.num_computed_tokens = holding.reserved = holding.verified = hit.num_tokens
         holding.cached = hit.num_tokens // self.block_size
         for g, group in enumerate(self.groups):
@@ -194,6 +195,16 @@ class KVCacheManager:
             )
         return self.extend(request, num_new_tokens)
 
+    def step_inside(self, request: Request) -> bool:
+        """`fit` and `extend` for one token where that takes nothing: its slot lies in the block last written to. False
+        where they have to be asked; then nothing has changed."""
+        holding = self._holdings.get(request.request_id)
+        start = request.num_computed_tokens
+        if holding is None or start // self.block_size != holding.own_block or start >= holding.next_leave:
+            return False
+        holding.reserved = start + 1
+        return True
+
     def extend(self, request: Request, num_new_tokens: int) -> list[tuple[int, int]]:
         """`allocate` for a number of tokens that `fit` has just returned."""
         holding, tables = self._holdings[request.request_id], request.block_tables
@@ -209,9 +220,11 @@ class KVCacheManager:
                     self.pool.release(source, self._index.holds(source))
         holding.reserved = start + num_new_tokens
         holding.own_block = (holding.reserved - 1) // self.block_size
-        for _ in range(holding.own_block + 1 - len(tables[0])):
+        more = holding.own_block + 1 - len(tables[0])
+        for _ in range(more):
             for table in tables:
                 table.append(self._take())
+        request.table_changes += bool(copies) or more > 0
         return copies
 
     def _must_copy(self, block: int) -> bool:
@@ -244,11 +257,16 @@ class KVCacheManager:
 
     # After a step, and the end
 
-    def settle(self, request: Request) -> None:
-        """All computed tokens are known to be finite: new full blocks may be cached."""
+    def num_verified(self, request: Request) -> int:
+        """Leading tokens of a request whose K/V are there and known to be finite."""
+        holding = self._holdings.get(request.request_id)
+        return 0 if holding is None else holding.verified
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens are known, computed and finite: new full blocks among them may be cached."""
         holding = self._holdings[request.request_id]
-        holding.verified = request.num_computed_tokens
-        full = holding.verified // self.block_size
+        holding.verified = num_tokens
+        full = num_tokens // self.block_size
         if full == holding.cached or not self.enable_prefix_caching:
             return
         extend_chain(holding.chain, request, full, self.block_size, self.identity)

@@ -10,6 +10,10 @@ Prefill and decode are the same thing with other token counts. Rules, in order:
 3. A waiting request starts when all its known tokens fit beside what running prefills still owe and a small reserve
    for the decodes. Nothing starts in a step that preempted.
 4. One that does not fit now may be passed by later ones, but not for ever: see `admission`.
+
+A step may be scheduled while the one before it still runs, whose sampled ids are then not known. What they decide is
+decided one step late: a request that turns out to have ended is left out from then on, and its surplus token is
+dropped by `update`. Ends by length are known in advance and cost no surplus.
 """
 
 from __future__ import annotations
@@ -59,7 +63,11 @@ class Counters:
 
 
 class Scheduler:
-    """Owns every request from `add` to its end. `schedule` and `update` alternate; `add` and `abort` at any time."""
+    """Owns every request from `add` to its end. `add` and `abort` may come at any time.
+
+    Every step that `schedule` returns is given back to `update`, in order; at most one more step is scheduled before
+    that. A step counts as computed from the moment when it is scheduled.
+    """
 
     def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
         self.config = config
@@ -108,6 +116,8 @@ class Scheduler:
         request.sequence_number = self._added
         self._admission.enter(request, self._requests.get(request.fork_of or ""))
         self._requests[request.request_id] = request
+        room = self.config.max_model_len - request.num_prompt_tokens
+        request.token_limit = request.num_prompt_tokens + max(1, min(request.max_tokens, room))
         self._waiting.push(request)
 
     def _check_capacity(self, request: Request) -> None:
@@ -135,15 +145,15 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if request.status is Status.RUNNING:
-                self._running.remove(request)
-            else:
-                self._waiting.remove(request)
             self._finish(request, FinishReason.ABORT)
             ended.append(request)
         return ended
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
         self.manager.free(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
@@ -153,7 +163,7 @@ class Scheduler:
     # Deciding a step
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to do."""
+        """The next step, or None when there is nothing to do before the running step's result is known."""
         if not self._requests:
             return None
         step = Step()
@@ -161,31 +171,44 @@ class Scheduler:
         if not step.preempted:
             self._admit(step, budget)
         if not step.sequences:
+            if any(r.num_pending for r in self._requests.values()):
+                return None
             raise QEngineError(
                 f"the scheduler found nothing to run: {self.num_running} running, {self.num_waiting} waiting, "
                 f"{self.manager.pool.num_available} of {self.manager.num_usable_blocks} blocks available"
             )
-        step.sequences.sort(key=lambda s: (s.num_new_tokens > 1, not s.samples))
+        if any(s.num_new_tokens > 1 or not s.samples for s in step.sequences):
+            step.sequences.sort(key=lambda s: (s.num_new_tokens > 1, not s.samples))
         step.zero_blocks = self.manager.take_zero_blocks()
         return step
 
     def _continue_running(self, step: Step) -> int:
         """Schedule the running requests; returns the token budget that is left."""
         budget = self.config.max_num_batched_tokens
-        running = self._running
-        decodes = sum(1 for r in running if r.num_tokens - r.num_computed_tokens == 1)
+        running, inside = self._running, self.manager.step_inside
+        todo = [self._todo(r) for r in running]
+        decodes = todo.count(1)
         index = 0
         while index < len(running) and budget > 0:
-            request = running[index]
-            wanted = request.num_tokens - request.num_computed_tokens
+            request, wanted = running[index], todo[index]
             if wanted == 1:
                 decodes -= 1
+                if inside(request):
+                    self._enter(request, 1, step)
+                    budget -= 1
+                    index += 1
+                    continue
             room = self._make_room(request, min(wanted, budget - decodes), step)
             if room > 0:
                 self._put(request, room, step)
                 budget -= room
             index += 1
         return budget
+
+    def _todo(self, request: Request) -> int:
+        """Tokens of a running request that are not scheduled yet; none when the running step gives it its last one."""
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending
+        return 0 if num_tokens >= request.token_limit else num_tokens - request.num_computed_tokens
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> int:
         """Tokens that can be computed now, preempting others from the back if there is room for none; 0 when the
@@ -201,9 +224,15 @@ class Scheduler:
         return 0
 
     def _put(self, request: Request, num_tokens: int, step: Step) -> None:
-        start = request.num_computed_tokens
+        """Take the slots of the next tokens and compute them in this step."""
         step.copy_blocks += self.manager.extend(request, num_tokens)
-        samples = start + num_tokens == request.num_tokens
+        self._enter(request, num_tokens, step)
+
+    def _enter(self, request: Request, num_tokens: int, step: Step) -> None:
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + num_tokens
+        samples = end == len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending
+        request.num_pending += samples
         step.sequences.append(ScheduledSequence(request, start, num_tokens, samples))
 
     def _preempt(self, request: Request, step: Step) -> None:
@@ -222,7 +251,7 @@ class Scheduler:
         if not len(self._waiting):
             return
         chunk = self.config.max_num_batched_tokens
-        prefills = (r for r in self._running if r.num_tokens - r.num_computed_tokens > 1)
+        prefills = (r for r in self._running if r.num_computed_tokens < r.num_tokens - r.num_pending)
         owed = sum(self.manager.blocks_owed(r, chunk) for r in prefills)
         admission = self._admission
         blocked: Request | None = None
@@ -265,40 +294,39 @@ class Scheduler:
     # Settling a step
 
     def update(self, step: Step, sampled: Sequence[SampledToken]) -> list[Progress]:
-        """Enter a step's result: `sampled` has one entry for each sequence with `samples`, in step order."""
-        expected = sum(1 for s in step.sequences if s.samples)
-        if len(sampled) != expected:
-            raise QEngineError(f"the runner returned {len(sampled)} tokens for {expected} sampling sequences")
-        tokens = iter(sampled)
+        """Enter a step's result: `sampled` has one entry for each sequence with `samples`, in step order. Requests that
+        have ended since it was scheduled get nothing."""
+        sampling = [s for s in step.sequences if s.samples]
+        if len(sampled) != len(sampling):
+            raise QEngineError(f"the runner returned {len(sampled)} tokens for {len(sampling)} sampling sequences")
         progress = []
-        for sequence in step.sequences:
-            token = next(tokens) if sequence.samples else None
+        for row, (sequence, token) in enumerate(zip(sampling, sampled, strict=True)):
             request = sequence.request
-            if request.status is not Status.RUNNING:
+            if request.status is Status.FINISHED:
                 continue
-            request.num_computed_tokens = sequence.start + sequence.num_new_tokens
-            if token is not None:
-                progress.append(self._append(request, token))
+            request.num_pending -= 1
+            finished = self._append(request, token, sequence.start + sequence.num_new_tokens)
+            progress.append(Progress(request, [] if token.error else [token.token_id], finished, row))
         return progress
 
-    def _append(self, request: Request, token: SampledToken) -> Progress:
+    def _append(self, request: Request, token: SampledToken, num_computed: int) -> bool:
+        """Enter the token that follows the first `num_computed` ones; whether it ended the request."""
         if token.error is not None:
             request.error = token.error
             self.counters.nonfinite_requests += 1
             self.manager.taint(request)
-            self._running.remove(request)
             self._finish(request, FinishReason.ERROR)
-            return Progress(request, [], True)
-        self.manager.settle(request)
+            return True
+        if request.status is Status.RUNNING:  # a preempted one has no blocks any more
+            self.manager.settle(request, num_computed)
         if not request.output_token_ids:
             self.counters.prompt_tokens += request.num_prompt_tokens
         self.counters.generation_tokens += 1
         request.output_token_ids.append(token.token_id)
         reason = self._finish_reason(request, token.token_id)
         if reason is not None:
-            self._running.remove(request)
             self._finish(request, reason)
-        return Progress(request, [token.token_id], reason is not None)
+        return reason is not None
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         num_output = len(request.output_token_ids)
@@ -308,6 +336,6 @@ class Scheduler:
             if token_id in request.stop_token_ids:
                 request.stop_reason = token_id
                 return FinishReason.STOP
-        if num_output >= request.max_tokens or request.num_tokens >= self.config.max_model_len:
+        if num_output + len(request.prompt_token_ids) >= request.token_limit:
             return FinishReason.LENGTH
         return None

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from qengine.core.request import Request
 
 
-@dataclass
+@dataclass(slots=True)
 class ScheduledSequence:
     """`num_new_tokens` tokens of one request, from position `start` on, are computed in this step.
 
-    `samples` is true when the last of them is the newest known token, so that a next token comes out.
+    `samples` is true when the last of them is the newest token, so that a next token comes out. The id of that newest
+    token may not be known yet: then the step before this one samples it.
     """
 
     request: Request
@@ -39,7 +40,7 @@ class Step:
         return sum(s.num_new_tokens for s in self.sequences)
 
 
-@dataclass
+@dataclass(slots=True)
 class SampledToken:
     """What the runner returns for one sampling sequence: a token id, or `error` when its logits were not finite."""
 
@@ -47,13 +48,15 @@ class SampledToken:
     error: str | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
-    """What one step gave to one request. Every token is reported exactly once, also across preemptions."""
+    """What one step gave to one request. Every token is reported exactly once, also across preemptions. `row`: which of
+    the step's sampling sequences it was."""
 
     request: Request
     new_token_ids: list[int]
     finished: bool
+    row: int
 
 
 @dataclass

@@ -45,7 +45,11 @@ def build_engine(config: EngineConfig) -> Engine:
     scheduler = Scheduler(limits, pages)
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
     runner = Runner(b.model, cache, sampler, len(groups), b.device)
-    warm = warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
+    asynchronous = config.async_scheduling
+    if asynchronous is None:
+        asynchronous = b.device.type == "cuda"
+    warm = [f"Asynchronous scheduling: {'on' if asynchronous else 'off'}"]
+    warm += warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     if b.device.type == "cuda":
         warm.append(_capture(b, runner))
     lines = _report(b, loaded, cache, kept, [*warm, f"Ready after {time.perf_counter() - start:.1f} seconds"])
@@ -58,7 +62,7 @@ def build_engine(config: EngineConfig) -> Engine:
         block_size=config.block_size,
         report=lines,
     )
-    return Engine(scheduler, pages, runner, facts)
+    return Engine(scheduler, pages, runner, facts, asynchronous)
 
 
 def settle(b: Built) -> Built:
@@ -114,9 +118,10 @@ def _capture(b: Built, runner: Runner) -> str:
     if b.config.enforce_eager:
         return "CUDA graphs: none (--enforce-eager)"
     m = b.memory
-    runner.graphs, line = capture_decodes(
+    graphs, line = capture_decodes(
         b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device
     )
+    runner.use_graphs(graphs)
     runner.cache.zero_blocks([0])
     return line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -9,25 +10,44 @@ from qengine.config import EngineConfig
 from qengine.core.pages import KVCacheManager
 from qengine.core.request import Request
 from qengine.core.scheduler import Scheduler
-from qengine.core.step import Progress
+from qengine.core.step import Progress, Step
 from qengine.errors import UserError
 from qengine.messages import EngineStats, NewRequest, RequestOutput, StepOutputs
 from qengine.runtime.facts import EngineFacts
-from qengine.runtime.runner import Runner, StepResult
+from qengine.runtime.runner import Launched, Runner, StepResult
+from qengine.runtime.sampler import needs_ids
+from qengine_kernels.compile_watch import kernels_compiled
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
     """Owns a scheduler and a runner. Single-threaded: `add`, `abort` and `step` are called from one loop."""
 
-    def __init__(self, scheduler: Scheduler, pages: KVCacheManager, runner: Runner, facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pages: KVCacheManager,
+        runner: Runner,
+        facts: EngineFacts,
+        asynchronous: bool = False,
+    ) -> None:
         self.scheduler = scheduler
         self.pages = pages
         self.runner = runner
         self.facts = facts
+        self.asynchronous = asynchronous
+        """Whether a step is scheduled and started before the result of the last one is known."""
         self.steps = 0
+        self.synchronous_steps = 0
+        """Steps whose result had to be known first, although scheduling is asynchronous."""
         self.last_progress = time.monotonic()
+        self.kernels_compiled = 0
+        """Kernels made ready by a step and not before the engine was."""
+        self._kernels_seen = len(kernels_compiled())
         self._refused: list[RequestOutput] = []
         self._announced: set[str] = set()
+        self._running: Launched | None = None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
@@ -52,6 +72,7 @@ class Engine:
             min_tokens=p.min_tokens,
             prompt_logprobs=p.prompt_logprobs is not None,
             fork_of=new.fork_of,
+            needs_ids=needs_ids(p),
             sampling=p,
         )
         try:
@@ -68,26 +89,60 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._refused) or self.scheduler.has_work
+        return bool(self._refused) or self.scheduler.has_work or self._running is not None
 
     def step(self) -> StepOutputs:
-        """Schedule, run, settle. With nothing to do it checks the cache's books and returns no outputs."""
+        """Schedule, run, settle. With nothing to do it checks the cache's books and returns no outputs.
+
+        With asynchronous scheduling a step's outputs come from the next call: that one first schedules and starts the
+        step that follows, then waits for this one, so that the device goes on while outputs are made.
+        """
         outputs, self._refused = self._refused, []
+        if self._running is not None and self._needs_its_ids(self._running.step):
+            self.synchronous_steps += 1
+            outputs += self._settle()
         step = self.scheduler.schedule()
-        if step is None:
+        started = None if step is None else self._launch(step)
+        if self._running is not None:
+            outputs += self._settle()
+        elif started is None:
             self.scheduler.check_idle()
-            return StepOutputs(outputs=outputs, stats=self.stats())
-        result = self.runner.execute(step)
-        progress = self.scheduler.update(step, result.sampled)
+        self._running = started
+        if started is not None and not self.asynchronous:
+            outputs += self._settle()
+        return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def _launch(self, step: Step) -> Launched:
+        started = self.runner.launch(step)
+        compiled = kernels_compiled()
+        if len(compiled) > self._kernels_seen:
+            new = compiled[self._kernels_seen :]
+            self._kernels_seen = len(compiled)
+            self.kernels_compiled += len(new)
+            logger.warning(
+                "%d kernel(s) compiled while serving, in a step of %d sequences and %d tokens: %s",
+                len(new), len(step.sequences), step.num_tokens, ", ".join(sorted(set(new))),
+            )  # fmt: skip
+        return started
+
+    def _needs_its_ids(self, step: Step) -> bool:
+        """Whether what follows this step can only be computed once its sampled ids are known here."""
+        return any(s.samples and s.request.needs_ids for s in step.sequences)
+
+    def _settle(self) -> list[RequestOutput]:
+        """Wait for the running step and enter its result."""
+        launched, self._running = self._running, None
+        assert launched is not None
+        result = self.runner.collect(launched)
+        progress = self.scheduler.update(launched.step, result.sampled)
         self.steps += 1
         self.last_progress = time.monotonic()
-        outputs += self._outputs(progress, result)
-        return StepOutputs(outputs=outputs, stats=self.stats())
+        return self._outputs(progress, result)
 
     def _outputs(self, progress: Sequence[Progress], result: StepResult) -> list[RequestOutput]:
         out = []
-        for p, logprobs in zip(progress, result.logprobs, strict=True):
-            request = p.request
+        for p in progress:
+            request, logprobs = p.request, result.logprobs[p.row]
             first = request.request_id not in self._announced
             self._announced.add(request.request_id)
             out.append(
@@ -130,6 +185,8 @@ class Engine:
             prompt_tokens=s.counters.prompt_tokens,
             generation_tokens=s.counters.generation_tokens,
             nonfinite_requests=s.counters.nonfinite_requests,
+            synchronous_steps=self.synchronous_steps,
+            kernels_compiled=self.kernels_compiled,
         )
 
     def shutdown(self) -> None:

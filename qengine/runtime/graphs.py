@@ -1,8 +1,9 @@
 """CUDA graphs for decode steps: one captured forward pass a batch size, replayed on fixed buffers.
 
 A small decode step is hundreds of kernels of a few microseconds each, and launching them one by one from Python takes
-longer than running them. A graph holds the launches; addresses in it never change, so every input is copied into a
-buffer first. Steps with a prefill in them, or larger than the largest size, run eagerly.
+longer than running them. A graph holds the launches; addresses in it never change, so the inputs are copied into
+buffers first: all but the block tables, which have the width that a step needs, in one piece, as the input builder has
+laid them out. Steps with a prefill in them, or larger than the largest size, run eagerly.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from qengine.layers.batch import Batch, GroupBatch
 from qengine.models.model import Model
-from qengine.runtime.inputs import StepInputs
+from qengine.runtime.inputs import WIDTH_STEP, StepInputs, fixed_parts
+from qengine.runtime.staging import offsets, view_of
 
 LARGEST = 256
 GRAPH_BYTES = 4 << 20
@@ -54,16 +56,21 @@ class DecodeGraphs:
         self.sizes = list(sizes)
         self.block_size = block_size
         self.max_len = max_blocks * block_size
-        most = self.sizes[-1]
+        self.rows = most = self.sizes[-1]
+        """Sequences that the buffers hold: what the input builder pads a step to."""
+        width = -(-max_blocks // WIDTH_STEP) * WIDTH_STEP
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token_ids, self.positions = buffer(most, dtype=torch.int64), buffer(most, dtype=torch.int64)
-        self.seq_lens = buffer(most)
+        parts = fixed_parts(most, num_groups)
+        at, size = offsets(parts)
+        self.fixed = buffer(size, dtype=torch.uint8)
+        views = {part.name: view_of(self.fixed, a, part) for part, a in zip(parts, at, strict=True)}
+        self.token_ids, self.positions, self.seq_lens = views["token_ids"], views["positions"], views["seq_lens"]
+        self.slots = [views[f"slots{g}"].fill_(-1) for g in range(num_groups)]
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.tables = [buffer(most, max_blocks) for _ in range(num_groups)]
-        self.slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in range(num_groups)]
+        self.tables = [buffer(most, width) for _ in range(num_groups)]
         self.hidden = buffer(most, model.hidden_size, dtype=model.ctx.dtype)
         self.logits = buffer(most, model.vocab_size, dtype=torch.float32)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
@@ -106,23 +113,15 @@ class DecodeGraphs:
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
+        if inputs.fixed is None:
+            return None
         batch = inputs.batch
         n = batch.num_seqs
-        if batch.num_decodes != n or len(inputs.sampling) != n or n > self.sizes[-1]:
-            return None
-        size = next(s for s in self.sizes if s >= n)
-        for target, source in (
-            (self.token_ids, inputs.token_ids),
-            (self.positions, batch.positions),
-            (self.seq_lens, batch.seq_lens),
-        ):
-            target[:n].copy_(source)
-        self.seq_lens[n:size].zero_()
-        for table, slots, group in zip(self.tables, self.slots, batch.groups, strict=True):
-            table[:n, : group.block_tables.shape[1]].copy_(group.block_tables)
-            slots[:n].copy_(group.slot_mapping)
-            slots[n:size].fill_(-1)
-        self._captured[size].replay()
+        self.fixed.copy_(inputs.fixed)
+        for table, group in zip(self.tables, batch.groups, strict=True):
+            width = min(table.shape[1], group.block_tables.shape[1])
+            table[:n, :width].copy_(group.block_tables[:, :width])
+        self._captured[next(s for s in self.sizes if s >= n)].replay()
         return self.hidden[:n], self.logits[:n]
 
 

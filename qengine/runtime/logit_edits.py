@@ -24,20 +24,28 @@ class LogitEdits:
     def forget(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
 
-    def apply(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    def apply(
+        self, logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], rows: Sequence[int]
+    ) -> torch.Tensor:
         """Edited copy of logits float32 [R, V], or `logits` itself where no request asks for an edit.
+
+        `rows`: those that may need one (see `may_edit`); `positions`: how many tokens each request has generated, also
+        where not all their ids are known yet.
 
         Order: logit_bias; then -inf for what bad_words and min_tokens forbid; then the repetition penalty over prompt
         and output, the frequency and the presence penalty over the output.
         """
         bias, forbidden, penalty = _Cells(1), _Cells(0), _Cells(2)
-        for row, request in enumerate(requests):
+        for row in rows:
+            request = requests[row]
             p: SamplingParams = request.sampling
             if p.logit_bias:
                 bias.add(row, list(p.logit_bias), [list(p.logit_bias.values())])
-            if banned := [*forbidden_words(p.bad_words_token_ids, request.output_token_ids), *_too_early(request)]:
+            banned = forbidden_words(p.bad_words_token_ids, request.output_token_ids)
+            banned += _too_early(request, positions[row])
+            if banned:
                 forbidden.add(row, banned)
-            if _has_penalty(p):
+            if has_penalty(p):
                 ids, factor, minus = self._penalties(request)
                 penalty.add(row, ids, [factor, minus])
         if not (bias or forbidden or penalty):
@@ -100,15 +108,21 @@ def forbidden_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> li
     return [w[-1] for w in words if len(w) == 1 or (len(w) <= len(output) + 1 and list(output[1 - len(w) :]) == w[:-1])]
 
 
-def _too_early(request: Request) -> list[int]:
+def _too_early(request: Request, position: int) -> list[int]:
     """Ids that would end the request before it has min_tokens."""
-    if len(request.output_token_ids) >= request.min_tokens:
+    if position >= request.min_tokens:
         return []
     eos = [] if request.ignore_eos else request.eos_token_ids
     return [*request.stop_token_ids, *eos]
 
 
-def _has_penalty(p: SamplingParams) -> bool:
+def may_edit(request: Request) -> bool:
+    """Whether a request's logits are ever edited."""
+    p: SamplingParams = request.sampling
+    return bool(p.logit_bias or p.bad_words_token_ids or request.min_tokens or has_penalty(p))
+
+
+def has_penalty(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
 
 

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from qengine.messages import TokenLogprobs
+from qengine.runtime.marker import mark, wait
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
 
-def logprobs_of(
+@dataclass
+class PendingLogprobs:
+    """On their way to the host: int64 [R, 3 + k] (whether the row is broken, the given token's id and rank, the
+    likeliest ids) and float32 [R, 1 + k]. `ks`: how many of the k each row asked for."""
+
+    whole: torch.Tensor
+    parts: torch.Tensor
+    ks: Sequence[int]
+
+    def read(self) -> list[TokenLogprobs | None]:
+        """One entry a row; None for a broken one."""
+        return [
+            None
+            if i[0]
+            else TokenLogprobs(token_id=i[1], logprob=v[0], rank=i[2], top_ids=i[3 : 3 + n], top_logprobs=v[1 : 1 + n])
+            for i, v, n in zip(self.whole.tolist(), self.parts.tolist(), self.ks, strict=True)
+        ]
+
+
+def start_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int] | torch.Tensor, k: int | Sequence[int]
-) -> list[TokenLogprobs | None]:
-    """Logprob and rank of one given token a row, and the row's `k` likeliest tokens.
+) -> PendingLogprobs:
+    """Logprob and rank of one given token a row, and the row's `k` likeliest tokens; waits for nothing.
 
     logits float32 [R, V]; token_ids [R]; k one number or one a row. A row whose logits hold NaN or +inf, or only -inf,
-    gives None. Values are finite: at least LOWEST. Nothing waits for the device before the final copies.
+    is broken. Values are finite: at least LOWEST.
     """
     rows = logits.shape[0]
     ks = [k] * rows if isinstance(k, int) else list(k)
@@ -30,11 +51,16 @@ def logprobs_of(
     top, top_ids = logits.topk(most, dim=1)
     values = torch.cat([chosen, top], dim=1) - logits.logsumexp(dim=1, keepdim=True)
     broken = ~torch.isfinite(logits.amax(dim=1, keepdim=True))
-    whole = torch.cat([broken, ids, rank, top_ids], dim=1).tolist()
-    parts = values.clamp(min=LOWEST).tolist()
-    return [
-        None
-        if i[0]
-        else TokenLogprobs(token_id=i[1], logprob=v[0], rank=i[2], top_ids=i[3 : 3 + n], top_logprobs=v[1 : 1 + n])
-        for i, v, n in zip(whole, parts, ks, strict=True)
-    ]
+    whole = torch.cat([broken, ids, rank, top_ids], dim=1)
+    return PendingLogprobs(
+        whole.to("cpu", non_blocking=True), values.clamp(min=LOWEST).to("cpu", non_blocking=True), ks
+    )
+
+
+def logprobs_of(
+    logits: torch.Tensor, token_ids: Sequence[int] | torch.Tensor, k: int | Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """As `start_logprobs`, waiting for the result."""
+    pending = start_logprobs(logits, token_ids, k)
+    wait(mark(logits.device))
+    return pending.read()

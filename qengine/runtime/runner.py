@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from qengine.core.request import Request
 from qengine.core.step import SampledToken, Step
 from qengine.messages import TokenLogprobs
 from qengine.models.model import Model
 from qengine.runtime.graphs import DecodeGraphs
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
-from qengine.runtime.sampler import Sampler, logprobs_of
+from qengine.runtime.logprobs import logprobs_of
+from qengine.runtime.marker import mark, wait
+from qengine.runtime.sampler import Draws, Sampler
 from qengine.runtime.threads import ThreadChoice
 
 NONFINITE = "the model's logits were not finite (NaN or infinity) for this request"
@@ -28,6 +30,16 @@ class StepResult:
     sampled: list[SampledToken] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+
+
+@dataclass
+class Launched:
+    """A step that the device works on, or has done. `draws` is None where no sequence samples."""
+
+    step: Step
+    draws: Draws | None
+    marker: torch.cuda.Event | None
+    result: StepResult
 
 
 class Runner:
@@ -51,6 +63,13 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         """CUDA only; set once captured."""
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._sampled: torch.Tensor | None = None
+        """What the last step samples, on the device."""
+
+    def use_graphs(self, graphs: DecodeGraphs | None) -> None:
+        """Replay decode steps from now on, padded to the graphs' buffers; None: run them eagerly."""
+        self.graphs = graphs
+        self.inputs.fixed_rows = 0 if graphs is None else graphs.rows
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept between steps for a finished request."""
@@ -64,10 +83,10 @@ class Runner:
         inputs = self._begin(step)
         return inputs, self._hidden(inputs)
 
-    def _begin(self, step: Step) -> StepInputs:
+    def _begin(self, step: Step, uniforms: np.ndarray | None = None) -> StepInputs:
         self.cache.zero_blocks(step.zero_blocks)
         self.cache.copy_blocks(step.copy_blocks)
-        return self.inputs.build(step)
+        return self.inputs.build(step, self._sampled, uniforms)
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self.threads is not None:
@@ -81,27 +100,41 @@ class Runner:
             torch.set_num_threads(self.threads.for_rows(len(hidden)))
         return self.model.logits(hidden)
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        inputs = self._begin(step)
+        """Run one step and wait for its result."""
+        return self.collect(self.launch(step))
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Start a step. It may go on from tokens that the step launched before it samples, whether or not that one was
+        collected. On a CPU it is done when this returns."""
+        requests = [s.request for s in step.sequences if s.samples]
+        positions = [s.start + s.num_new_tokens - s.request.num_prompt_tokens for s in step.sequences if s.samples]
+        inputs = self._begin(step, self.sampler.uniforms(requests, positions))
         result = StepResult()
         replayed = self.graphs.run(inputs) if self.graphs is not None else None
-        if replayed is not None:
-            hidden, logits = replayed
-            self._prompt_logprobs(step, inputs, hidden, result)
-            self._sample(logits, inputs.sampling, result)
-            return result
-        hidden = self._hidden(inputs)
+        hidden, logits = replayed if replayed is not None else (self._hidden(inputs), None)
         self._prompt_logprobs(step, inputs, hidden, result)
-        if inputs.sampling:
-            self._sample(self.logits(hidden[inputs.sample_rows]), inputs.sampling, result)
-        return result
+        draws = None
+        if requests:
+            if logits is None:
+                logits = self.logits(hidden[inputs.sample_rows])
+            draws = self.sampler.draw(logits, requests, positions, inputs.uniforms)
+        self._sampled = None if draws is None else draws.token_ids
+        return Launched(step, draws, mark(self.device), result)
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request], result: StepResult) -> None:
-        out = self.sampler.sample(logits, requests)
-        for token, bad in zip(out.token_ids, out.nonfinite, strict=True):
-            result.sampled.append(SampledToken(token, NONFINITE if bad else None))
-        result.logprobs = out.logprobs
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a step's result. Steps are collected in the order in which they were launched."""
+        wait(launched.marker)
+        result = launched.result
+        if launched.draws is not None:
+            out = launched.draws.read()
+            result.sampled = [
+                SampledToken(token, NONFINITE if bad else None)
+                for token, bad in zip(out.token_ids, out.nonfinite, strict=True)
+            ]
+            result.logprobs = out.logprobs
+        return result
 
     def _prompt_logprobs(self, step: Step, inputs: StepInputs, hidden: torch.Tensor, result: StepResult) -> None:
         """Logprobs of prompt tokens, chunk by chunk; position 0 has none. Replays after preemption overwrite."""
@@ -109,7 +142,7 @@ class Runner:
         for s in step.sequences:
             request, first = s.request, row
             row += s.num_new_tokens
-            if not request.prompt_logprobs or s.start > max(request.num_prompt_tokens - 2, 0):
+            if not request.prompt_logprobs or s.start >= request.num_prompt_tokens:
                 continue
             kept = self.prompt_logprobs.setdefault(request.request_id, [None] * request.num_prompt_tokens)
             count = min(s.num_new_tokens, request.num_prompt_tokens - 1 - s.start)
@@ -120,5 +153,5 @@ class Runner:
                 logits = self.model.logits(hidden[first + i : first + i + n])
                 targets = request.prompt_token_ids[at + 1 : at + n + 1]
                 kept[at + 1 : at + n + 1] = logprobs_of(logits, targets, k)
-            if s.start + s.num_new_tokens >= request.num_prompt_tokens - 1 and not request.output_token_ids:
+            if s.start + s.num_new_tokens == request.num_prompt_tokens:
                 result.prompt_logprobs[request.request_id] = kept

@@ -10,8 +10,7 @@ which makes the outcome independent of how a sort orders equal values.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +19,10 @@ import torch.nn.functional as F
 
 from qengine.core.request import Request
 from qengine.messages import TokenLogprobs
-from qengine.runtime.logit_edits import LogitEdits
-from qengine.runtime.logprobs import logprobs_of
+from qengine.runtime.logit_edits import LogitEdits, has_penalty, may_edit
+from qengine.runtime.logprobs import PendingLogprobs, logprobs_of, start_logprobs
+from qengine.runtime.marker import mark, wait
+from qengine.runtime.random_streams import stream_of, uniforms
 from qengine.sampling_params import SamplingParams
 
 __all__ = ["SampledBatch", "Sampler", "SamplingBatch", "logprobs_of"]
@@ -45,16 +46,39 @@ class SampledBatch:
 
 
 @dataclass
+class Draws:
+    """What was sampled, on the device, and on its way to the host. `token_ids` int64 [R]: any id in range for a row
+    that is not finite. `read` may be called once the device has come so far."""
+
+    token_ids: torch.Tensor
+    ids: torch.Tensor
+    """int64 [R] on the host, -1 for a row that is not finite."""
+    logprobs: PendingLogprobs | None
+    logprob_rows: Sequence[int]
+
+    def read(self) -> SampledBatch:
+        ids = self.ids.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if self.logprobs is not None:
+            for i, found in zip(self.logprob_rows, self.logprobs.read(), strict=True):
+                logprobs[i] = found
+        bad = [i < 0 for i in ids]
+        return SampledBatch([max(i, 0) for i in ids] if any(bad) else ids, logprobs, bad)
+
+
+@dataclass
 class SamplingBatch:
     """What stays the same while the same requests are sampled: streams and filter values, on the device.
 
     `random` are the rows that draw; tensors have one entry for each of them. `filtered` are the positions among them
-    that have a top_k or top_p, `limits` their top_k (vocabulary size for none). `logprob_rows` want logprobs.
+    that have a top_k or top_p, `limits` their top_k (vocabulary size for none). `edited` are the rows whose logits may
+    be edited, `logprob_rows` those that want logprobs.
     """
 
     requests: list[Request]
-    streams: list[bytes]
+    streams: np.ndarray
     random: list[int]
+    edited: list[int]
     rows: torch.Tensor
     temperature: torch.Tensor
     log_min_p: torch.Tensor | None
@@ -67,7 +91,7 @@ class SamplingBatch:
 
     @classmethod
     def build(
-        cls, requests: Sequence[Request], streams: list[bytes], vocab_size: int, device: torch.device
+        cls, requests: Sequence[Request], streams: Callable[[Request], int], vocab_size: int, device: torch.device
     ) -> SamplingBatch:
         params: list[SamplingParams] = [r.sampling for r in requests]
         random = [i for i, p in enumerate(params) if not p.greedy]
@@ -85,8 +109,9 @@ class SamplingBatch:
         min_p = number([p.min_p for p in drawn]).log() if any(p.min_p > 0 for p in drawn) else None
         return cls(
             requests=list(requests),
-            streams=streams,
+            streams=np.array([streams(requests[i]) for i in random], dtype=np.uint64),
             random=random,
+            edited=[i for i, r in enumerate(requests) if may_edit(r)],
             rows=index(random),
             temperature=number([p.temperature for p in drawn]),
             log_min_p=min_p,
@@ -98,13 +123,8 @@ class SamplingBatch:
             logprob_index=index(with_logprobs),
         )
 
-    def is_for(self, requests: Sequence[Request]) -> bool:
-        return len(requests) == len(self.requests) and all(a is b for a, b in zip(requests, self.requests, strict=True))
-
-    def uniforms(self, device: torch.device) -> torch.Tensor:
-        """One number in [0, 1) for each drawing row's next token, float64."""
-        values = [uniform(self.streams[i], len(self.requests[i].output_token_ids)) for i in self.random]
-        return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+    def is_for(self, requests: list[Request]) -> bool:
+        return self.requests == requests  # requests are equal only to themselves
 
 
 class Sampler:
@@ -119,55 +139,76 @@ class Sampler:
         self.seed = seed
         self._edits = LogitEdits()
         self._batch: SamplingBatch | None = None
+        self._streams: dict[str, int] = {}
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a finished request; unknown ids are ignored."""
         self._edits.forget(request_id)
-        if self._batch is not None and any(r.request_id == request_id for r in self._batch.requests):
-            self._batch = None
+        self._streams.pop(request_id, None)
 
     def batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """The batch of these requests; the last one where nothing changed."""
-        if self._batch is None or not self._batch.is_for(requests):
-            streams = [stream_of(r, self.seed) for r in requests]
-            self._batch = SamplingBatch.build(requests, streams, self.vocab_size, self.device)
+        wanted = list(requests)
+        if self._batch is None or not self._batch.is_for(wanted):
+            self._batch = SamplingBatch.build(wanted, self._stream, self.vocab_size, self.device)
         return self._batch
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledBatch:
-        """The next token of each request. logits float32 [R, V], unchanged. Waits for the device only at the end."""
+    def _stream(self, request: Request) -> int:
+        found = self._streams.get(request.request_id)
+        if found is None:
+            found = self._streams[request.request_id] = stream_of(request, self.seed)
+        return found
+
+    def uniforms(self, requests: Sequence[Request], positions: Sequence[int]) -> np.ndarray | None:
+        """One number in [0, 1) for each row that draws its token at random, float64; None where none does."""
         batch = self.batch(requests)
-        work = self._edits.apply(logits, requests)
+        if not batch.random:
+            return None
+        at = positions if len(batch.random) == len(positions) else [positions[i] for i in batch.random]
+        return uniforms(batch.streams, np.array(at, dtype=np.uint64))
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledBatch:
+        """The next token of each request, all ids of which are known. logits float32 [R, V], unchanged."""
+        positions = [len(r.output_token_ids) for r in requests]
+        draws = self.draw(logits, requests, positions)
+        wait(mark(logits.device))
+        return draws.read()
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        u: torch.Tensor | None = None,
+    ) -> Draws:
+        """As `sample`, waiting for nothing. `positions`: how many tokens each request has generated, known or not; ids
+        that are not known matter to edits only (see `needs_ids`). `u`: the `uniforms`, where they are there already."""
+        batch = self.batch(requests)
+        work = self._edits.apply(logits, requests, positions, batch.edited)
         best, tokens = work.max(dim=1)
         bad = ~torch.isfinite(best)
         if work is not logits:
             bad |= ~torch.isfinite(logits.amax(dim=1))
         if batch.random:
+            if u is None:
+                u = torch.from_numpy(self.uniforms(requests, positions)).to(logits.device, non_blocking=True)
             everyone = len(batch.random) == len(requests)
             x = work if everyone else work[batch.rows]
-            drawn = draw(x, best if everyone else best[batch.rows], batch, batch.uniforms(logits.device))
+            drawn = draw(x, best if everyone else best[batch.rows], batch, u)
             tokens = drawn if everyone else tokens.index_copy(0, batch.rows, drawn)
-        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        logprobs = None
         if at := batch.logprob_rows:
             ks = [requests[i].sampling.logprobs for i in at]
             some = batch.logprob_index
             rows = (logits, tokens) if len(at) == len(requests) else (logits[some], tokens[some])
-            for i, found in zip(at, logprobs_of(*rows, ks), strict=True):
-                logprobs[i] = found
-        ids = torch.where(bad, -1, tokens).tolist()
-        return SampledBatch([max(i, 0) for i in ids], logprobs, [i < 0 for i in ids])
+            logprobs = start_logprobs(*rows, ks)
+        ids = torch.where(bad, -1, tokens).to("cpu", non_blocking=True)
+        return Draws(tokens, ids, logprobs, batch.logprob_rows)
 
 
-def stream_of(request: Request, engine_seed: int) -> bytes:
-    """The key of a request's randomness: its seed, or else the engine's seed and the request's id."""
-    seed = request.sampling.seed
-    text = f"seed {seed}" if seed is not None else f"engine {engine_seed} {request.request_id}"
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def uniform(stream: bytes, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a function of its arguments only."""
-    digest = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=8, key=stream).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def needs_ids(p: SamplingParams) -> bool:
+    """Whether the next token's logits depend on the ids of all tokens before it."""
+    return has_penalty(p) or any(len(word) > 1 for word in p.bad_words_token_ids)
 
 
 def draw(logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, u: torch.Tensor) -> torch.Tensor:

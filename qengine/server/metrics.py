@@ -65,6 +65,12 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("generation_tokens", "Tokens generated", lambda s: s.generation_tokens),
     ("nonfinite_requests", "Requests ended because their logits were not finite", lambda s: s.nonfinite_requests),
     ("engine_steps", "Steps of the engine", lambda s: s.steps),
+    (
+        "engine_synchronous_steps",
+        "Steps that had to wait for the last one's tokens, although scheduling is asynchronous",
+        lambda s: s.synchronous_steps,
+    ),
+    ("kernels_compiled", "Kernels compiled while serving: each held up a step", lambda s: s.kernels_compiled),
 )
 
 

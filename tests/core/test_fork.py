@@ -47,7 +47,7 @@ def test_copy_on_write_of_either_side() -> None:
     assert manager.allocate(parent, 20) == []
     parent.num_computed_tokens = 20
     assert not manager.fork(parent, child, 20), "nothing shows yet that the parent's values are finite"
-    manager.settle(parent)
+    manager.settle(parent, 20)
     assert manager.fork(parent, child, 20)
     shared = parent.block_tables[0][1]
     assert child.block_tables == parent.block_tables

@@ -34,6 +34,7 @@ class Forgetful(PagedSimulator):
             if s.request.num_preemptions and s.start == 0 and s.request.output_token_ids:
                 s.request.output_token_ids.pop()
                 s.num_new_tokens -= 1
+                s.request.num_computed_tokens -= 1
         return super().run(step)
 
 

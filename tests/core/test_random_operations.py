@@ -61,7 +61,7 @@ def test_manager(groups: list[KVGroupSpec], seed: int) -> None:
                 live.append(child)
                 seen.add("fork")
         elif action == "settle":
-            manager.settle(request)
+            manager.settle(request, request.num_computed_tokens)
         else:
             if action == "taint":
                 manager.taint(request)

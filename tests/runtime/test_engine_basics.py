@@ -71,12 +71,12 @@ def test_n_choices_share_the_prompts_blocks(tiny: Path) -> None:
     for new in family:
         engine.add(new)
     r, most, computed = Run(engine), 0, []
-    execute = engine.runner.execute
-    engine.runner.execute = lambda step: (computed.append(step.num_tokens), execute(step))[1]
+    launch = engine.runner.launch
+    engine.runner.launch = lambda step: (computed.append(step.num_tokens), launch(step))[1]
     while engine.has_work:
         r.step()
         most = max(most, engine.stats().kv_blocks_used)
-    engine.runner.execute = execute
+    engine.runner.launch = launch
     assert sum(computed) == 70 + 3 + 4 * 15  # one prompt, its last token for each sibling, fifteen decodes each
     solo = {str(i): run(engine, [request("s", prompt, temperature=1.0, seed=i + 1)]).ids["s"] for i in range(4)}
     assert {k: r.ids[k] for k in solo} == solo

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sampling_reference as ref
-from qengine.runtime.sampler import Sampler, uniform
-from sampling_reference import make_request
+from qengine.runtime.random_streams import stream
+from qengine.runtime.sampler import Sampler
+from sampling_reference import make_request, uniform
 
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.9, 0.9]
 
@@ -47,13 +48,14 @@ def test_draws_follow_the_distribution(options: dict[str, float], wrong: dict[st
 
 def test_the_places_of_one_request_are_independent() -> None:
     """Pairs of neighbouring tokens of one stream, and of equal places of neighbouring seeds, are uniform."""
+    one = stream("one stream")
     for pairs in (
-        [(uniform(b"one stream", i), uniform(b"one stream", i + 1)) for i in range(20_000)],
-        [(uniform(b"%d" % i, 0), uniform(b"%d" % (i + 1), 0)) for i in range(20_000)],
+        [(uniform(one, i), uniform(one, i + 1)) for i in range(20_000)],
+        [(uniform(stream(f"{i}"), 0), uniform(stream(f"{i + 1}"), 0)) for i in range(20_000)],
     ):
         cells = Counter(int(a * 8) * 8 + int(b * 8) for a, b in pairs)
         assert chi_square(cells, [1 / 64] * 64, len(pairs)) < 4
-    stuck = Counter(int(uniform(b"one stream", i) * 8) * 9 for i in range(20_000))
+    stuck = Counter(int(uniform(one, i) * 8) * 9 for i in range(20_000))
     assert chi_square(stuck, [1 / 64] * 64, 20_000) > 4
 
 

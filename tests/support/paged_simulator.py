@@ -51,7 +51,7 @@ class PagedSimulator:
             self.memory[target] = list(self.memory[source])
         written: set[tuple[int, int]] = set()
         for s in step.sequences:
-            known = states(s.request)
+            known = self.states(s.request)
             bad_from = self.poison.get(s.request.request_id, len(known))
             for g, table in enumerate(s.request.block_tables):
                 for p in range(s.start, s.start + s.num_new_tokens):
@@ -68,7 +68,7 @@ class PagedSimulator:
     def _reads_right(self, s: ScheduledSequence) -> bool:
         """Every position that the sequence's new tokens can see holds its own value."""
         request, start, count = s.request, s.start, s.num_new_tokens
-        size, known = self.manager.block_size, states(request)
+        size, known = self.manager.block_size, self.states(request)
         for g, (group, table) in enumerate(zip(self.manager.groups, request.block_tables, strict=True)):
             end = start + count
             assert len(table) * size >= end
@@ -81,11 +81,31 @@ class PagedSimulator:
             assert "nan" not in stale, f"{request.request_id}: block {table[-1]} was not zeroed"
         return True
 
+    def states(self, request: Request) -> list[int]:
+        return states(request)
+
     def _sample(self, s: ScheduledSequence) -> SampledToken:
         end = s.start + s.num_new_tokens
         if self.poison.get(s.request.request_id, end) < end:
             return SampledToken(0, error="logits are not finite")
-        return SampledToken(next_token(states(s.request)[end - 1]))
+        return SampledToken(next_token(self.states(s.request)[end - 1]))
+
+
+class LateSimulator(PagedSimulator):
+    """Knows the ids that it sampled itself, as a device does: steps may be scheduled before their results are known."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        super().__init__(manager)
+        self.sampled: dict[str, list[int]] = {}
+
+    def states(self, request: Request) -> list[int]:
+        ids = request.prompt_token_ids + self.sampled.get(request.request_id, [])
+        return states(Request(request.request_id, ids, 1, cache_salt=request.cache_salt))
+
+    def _sample(self, s: ScheduledSequence) -> SampledToken:
+        token = super()._sample(s)
+        self.sampled.setdefault(s.request.request_id, []).append(token.token_id)
+        return token
 
 
 def build(
@@ -127,6 +147,31 @@ def drain(
         if run_step(scheduler, simulator, streams) is None:
             scheduler.check_idle()
             return streams
+        scheduler.manager.check()
+        if each is not None:
+            each()
+    raise AssertionError("the scheduler did not come to an end")
+
+
+def drain_late(
+    scheduler: Scheduler,
+    simulator: PagedSimulator,
+    each: Callable[[], None] | None = None,
+    limit: int = 20_000,
+) -> dict[str, list[int]]:
+    """As `drain`, but each step is scheduled and run before the result of the one before it is entered."""
+    streams: dict[str, list[int]] = {}
+    running: tuple[Step, list[SampledToken]] | None = None
+    for _ in range(limit):
+        step = scheduler.schedule()
+        assert step is None or step.num_tokens <= scheduler.config.max_num_batched_tokens
+        last, running = running, None if step is None else (step, simulator.run(step))
+        if last is None and running is None:
+            scheduler.check_idle()
+            return streams
+        if last is not None:
+            for progress in scheduler.update(*last):
+                streams.setdefault(progress.request.request_id, []).extend(progress.new_token_ids)
         scheduler.manager.check()
         if each is not None:
             each()

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qengine.core.request import Request
+from qengine.runtime.random_streams import uniforms
 from qengine.sampling_params import SamplingParams
 
 
@@ -28,6 +31,10 @@ def make_request(
         sampling=p,
         output_token_ids=list(output),
     )
+
+
+def uniform(stream: int, position: int) -> float:
+    return float(uniforms(np.array([stream], dtype=np.uint64), np.array([position], dtype=np.uint64))[0])
 
 
 def edited(logits: Sequence[float], r: Request) -> list[float]:

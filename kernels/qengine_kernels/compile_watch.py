@@ -1,0 +1,34 @@
+"""Which kernels Triton made ready: each is compiled, or loaded from the disk cache, at its first launch with a new
+specialisation. While requests are served that costs milliseconds to seconds, so somebody should hear of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_names: list[str] = []
+_watching = False
+
+
+def kernels_compiled() -> list[str]:
+    """Names of the kernels made ready in this process since the first call, in order; one entry for each
+    specialisation. Always empty where there is no Triton."""
+    global _watching
+    if not _watching:
+        _watching = True
+        _watch()
+    return _names
+
+
+def _watch() -> None:
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    before = knobs.runtime.jit_post_compile_hook
+
+    def hook(**about: Any) -> Any:
+        _names.append(str(getattr(about.get("fn"), "name", None) or about.get("repr") or "a kernel"))
+        return before(**about) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = hook
