@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
+from qengine.cli import plugins_check
 from qengine.plugin.discovery import GROUPS, PluginRecord, check_plugins, list_plugins
 
 NAME = "plugins"
-HELP = "List the installed weight formats and KV-cache dtypes"
+HELP = "List the installed weight formats and KV-cache dtypes, or check one"
 
+ACTIONS: dict[str, Any] = {"check": plugins_check}
 COLUMNS = ("kind", "name", "state", "contract", "distribution", "version", "class")
 
 
@@ -19,10 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print every record as JSON")
     parser.add_argument("--verbose", action="store_true", help="Show the whole traceback of what is broken")
     parser.add_argument("--no-load", action="store_true", help="Read metadata only; import no plugin")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (default: list)")
+    for name, action in ACTIONS.items():
+        sub = actions.add_parser(name, help=action.HELP, description=action.HELP + ".")
+        action.add_arguments(sub)
 
 
 def run(args: argparse.Namespace) -> int:
     """A broken plugin is shown and fails nothing: it matters only to a run that asks for it."""
+    if args.action is not None:
+        return int(ACTIONS[args.action].run(args))
     records = list_plugins() if args.no_load else check_plugins()
     if args.json:
         print(json.dumps([dataclasses.asdict(r) for r in records], indent=2))

@@ -111,6 +111,10 @@ class LinearScheme(ABC):
     notes: Sequence[str] = ()
     """Contradictions between config and headers that did not keep `scheme_for` from deciding; warned of like those of
     a LinearOp, before anything is read."""
+    splits_inputs: bool = True
+    """Whether equal parts along `TensorNeed.input_dim` are linears of their own that add up. False where one part's
+    inputs belong to groups of another (GPTQ's act-order). Scales that run along the inputs in groups split where the
+    parts hold whole groups."""
 
     @property
     @abstractmethod

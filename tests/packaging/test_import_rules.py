@@ -22,6 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "qengine_kernels": set(),
     "qengine.core": {"qengine.errors"},
     "qengine.plugin": {"qengine.errors"},
+    "qengine.plugin.conformance": {"qengine.conformance"},
+    "qengine.conformance": {"qengine.layers", "qengine.models", "qengine.plugin", "qengine.runtime", "qengine_kernels"}
+    | LEAVES,
     "qengine.layers": {"qengine.plugin", "qengine_kernels"} | LEAVES,
     "qengine.models": {"qengine.layers", "qengine.plugin"} | LEAVES,
     "qengine.runtime": {"qengine.core", "qengine.layers", "qengine.models", "qengine.plugin", "qengine_kernels"}
@@ -30,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "qengine.beam_search": FRONT,
     "qengine.llm": {"qengine.prepare", "qengine.beam_search"} | FRONT,
     "qengine.server": {"qengine.prepare"} | FRONT,
-    "qengine.cli": {"qengine.prepare", "qengine.server", "qengine.llm", "qengine_calibration"} | FRONT,
+    "qengine.cli": {
+        "qengine.prepare", "qengine.server", "qengine.llm", "qengine_calibration", "qengine.conformance",
+    }
+    | FRONT,
     "qengine_calibration": {"qengine.plugin", "qengine.models", "qengine.layers", "qengine.runtime"} | LEAVES,
     **{name: {"qengine.plugin", "qengine.errors", "qengine_kernels"} for name in BUILT_IN_PLUGINS},
     **dict.fromkeys(LEAVES - {"qengine"}, LEAVES),
@@ -83,6 +89,8 @@ def broken_rules(module: str, source: str) -> list[str]:
 
 
 def may_use_triton(module: str) -> bool:
+    if module == "qengine.conformance.launches":  # compiles what plugins launch
+        return True
     if module.startswith("qengine_kernels."):
         return not module.endswith(".reference")
     return module.startswith(BUILT_IN_PLUGINS) and module.endswith(".kernels")
@@ -98,6 +106,8 @@ def test_imports_follow_the_table() -> None:
         ("qengine.core.pages", "import torch"),
         ("qengine.core.pages", "from qengine.runtime import engine"),
         ("qengine.core.pages", "def f():\n    from qengine.plugin import KVDtype"),
+        ("qengine.plugin.kv", "from qengine.plugin.conformance import KVConformance"),
+        ("qengine.runtime.engine", "import qengine.conformance.kit"),
         ("qengine.models.llama", "from qengine_kernels import rope"),
         ("qengine_awq.backend", "import qengine_dense.backend"),
         ("qengine_awq.backend", "from qengine import runtime"),

@@ -1,0 +1,31 @@
+"""The check that holds a format's claims against the compiler."""
+
+from __future__ import annotations
+
+import torch
+
+from qengine.conformance.compile_job import CompileJob, check_report, chip, run_worker, where_is
+from qengine.conformance.kit import NotApplicable, Registry
+from qengine.conformance.weight_subject import WeightSubject
+from qengine_kernels.launch import SHARED_MEMORY
+
+COMPILE = Registry()
+
+
+@COMPILE.add("targets")
+def targets(subject: WeightSubject) -> None:
+    """Every kernel that the op launches compiles for every chip that `capability` claims, within its shared memory."""
+    own = subject.stored[0]
+    claimed = 0
+    for dtype in (torch.float16, torch.bfloat16):
+        wanted = [sm for sm in subject.targets or SHARED_MEMORY if own.scheme.capability(chip(sm), dtype)]
+        if dtype is torch.bfloat16 and claimed:
+            wanted = wanted[-1:]  # types that differ in name only: one chip shows them
+        claimed += len(wanted)
+        if wanted:
+            job = CompileJob(
+                where_is(subject.plugin), wanted, dtype, linears=[(own.config, own.spec, own.copied())]
+            )
+            check_report(run_worker(job), f"{own} in {str(dtype).removeprefix('torch.')}")
+    if not claimed:
+        raise NotApplicable("no CUDA chip is claimed")
