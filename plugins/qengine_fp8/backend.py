@@ -135,9 +135,8 @@ class Fp8Scheme(LinearScheme):
         for shard in shards:
             scale_leaf = next(leaf for leaf in SCALE_LEAVES if leaf in shard.tensors)
             input_leaf = next((leaf for leaf in INPUT_LEAVES if leaf in shard.tensors), "")
-            own = Fp8Shard(
-                shard.tensors.pop("weight"), shard.tensors.pop(scale_leaf), shard.tensors.pop(input_leaf, None)
-            )
+            scale = self.stored.multiplier(shard.tensors.pop(scale_leaf))
+            own = Fp8Shard(shard.tensors.pop("weight"), scale, shard.tensors.pop(input_leaf, None))
             broken += [f"{shard.spec.name}.{what}" for what in unusable(own, scale_leaf, input_leaf)]
             parts.append(own)
         if broken:
@@ -145,7 +144,8 @@ class Fp8Scheme(LinearScheme):
         return parts
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return dequantize(tensors["weight"], tensors[self.stored.scale_leaf], self.stored.block)
+        scale = self.stored.multiplier(tensors[self.stored.scale_leaf])
+        return dequantize(tensors["weight"], scale, self.stored.block)
 
 
 class OnlineFp8Scheme(Fp8Scheme):

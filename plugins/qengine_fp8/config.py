@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-E4M3_NAMES = ("e4m3", "e4m3fn", "float8_e4m3fn", "fp8_e4m3")
+E4M3_NAMES = ("e4m3", "e4m3fn", "float8_e4m3fn", "fp8_e4m3", "fp8")
+FORMAT_KEYS = ("fmt", "format", "checkpoint_format")
+"""DeepSeek's, and GPTQModel's two."""
 SKIP_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
 """AutoFP8's and vLLM's, transformers', and ModelOpt's two."""
 MODELOPT_ALGOS = ("FP8",)
@@ -22,12 +24,14 @@ LEAST_BLOCK = 32
 @dataclass(frozen=True)
 class Fp8Config:
     """`block` is (outputs, inputs) that share a scale, None where the config states none; `static` None where nothing
-    says how activations are scaled; `at_load`: no config at all, so 16-bit weights are to be converted."""
+    says how activations are scaled; `at_load`: no config at all, so 16-bit weights are to be converted; `divides`:
+    weight_scale_inv is what its name says, the inverse of the scale (GPTQModel)."""
 
     block: tuple[int, int] | None = None
     static: bool | None = None
     skipped: tuple[str, ...] = ()
     at_load: bool = False
+    divides: bool = False
 
     def skip_rule(self, name: str) -> str | None:
         """The entry of the skip list that names this module, in any of its writers' readings: the full name or its
@@ -44,9 +48,12 @@ def read_config(config: Mapping[str, Any] | None) -> Fp8Config:
     """`quant_method` "fp8". Raises ValueError naming field and value for what is not read here."""
     if config is None:
         return Fp8Config(at_load=True)
-    form = config.get("fmt")
-    if form is not None and str(form).lower() not in E4M3_NAMES:
-        raise ValueError(f"fmt {form!r} is not supported by fp8; need: e4m3 (the finite kind that files hold, e4m3fn)")
+    for key in FORMAT_KEYS:
+        form = config.get(key)
+        if form is not None and str(form).lower().removeprefix("torch.") not in E4M3_NAMES:
+            raise ValueError(
+                f"{key} {form!r} is not supported by fp8; need: e4m3 (the finite kind that files hold, e4m3fn)"
+            )
     scheme = config.get("activation_scheme")
     if scheme not in (None, "static", "dynamic"):
         raise ValueError(f"activation_scheme {scheme!r} is not supported by fp8; need: static or dynamic")
@@ -59,7 +66,22 @@ def read_config(config: Mapping[str, Any] | None) -> Fp8Config:
             f"activation_scheme 'static' makes no sense with weight_block_size {list(block)}: activations of "
             "block-scaled weights are scaled by what they hold; need: dynamic"
         )
-    return Fp8Config(block, None if scheme is None else scheme == "static", read_skips(config))
+    return Fp8Config(
+        block, None if scheme is None else scheme == "static", read_skips(config), divides=read_divides(config)
+    )
+
+
+def read_divides(config: Mapping[str, Any]) -> bool:
+    """GPTQModel stores 1 / scale as weight_scale_inv and says so; everybody else stores the scale under that name."""
+    meaning = config.get("weight_scale_semantics")
+    if meaning is not None:
+        if meaning != "inverse":
+            raise ValueError(f"weight_scale_semantics {meaning!r} is not supported by fp8; need: inverse")
+        return True
+    meta = config.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    names = quantizer if isinstance(quantizer, list) else [quantizer]
+    return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
 
 
 def read_block(value: Any) -> tuple[int, int] | None:

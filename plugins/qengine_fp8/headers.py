@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from qengine.plugin import LinearSpec, TensorInfo
 from qengine_fp8.config import Fp8Config
 
@@ -28,7 +30,8 @@ USUAL_BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Stored:
-    """How one module's weight lies in the file. `rank` is that of its scale, `input_rank` that of a static scale."""
+    """How one module's weight lies in the file. `rank` is that of its scale, `input_rank` that of a static
+    scale; `divides`: the file holds the scale's inverse."""
 
     granularity: Granularity
     scale_leaf: str
@@ -36,6 +39,12 @@ class Stored:
     block: tuple[int, int] | None = None
     input_leaf: str | None = None
     input_rank: int = 0
+    divides: bool = False
+
+    def multiplier(self, scale: torch.Tensor) -> torch.Tensor:
+        """float32, of the stored shape: what weights are multiplied by."""
+        wide = scale.to(torch.float32)
+        return wide.reciprocal() if self.divides else wide
 
     def scale_shape(self, spec: LinearSpec) -> tuple[int, ...]:
         if self.block is not None:
@@ -73,11 +82,12 @@ def read_headers(spec: LinearSpec, tensors: Mapping[str, TensorInfo], config: Fp
         raise ValueError(f"{' and '.join(scales)} are both there; which of them scales the weight is not known")
     leaf = scales[0] if scales else SCALE_LEAVES[0 if config.block is None else 1]
     input_leaf, input_rank = _static(tensors, config, leaf)
+    divides = config.divides and leaf == "weight_scale_inv"
     if not scales:
         granularity: Granularity = "tensor" if config.block is None else "block"
-        return Stored(granularity, leaf, 0, config.block, input_leaf, input_rank)
+        return Stored(granularity, leaf, 0, config.block, input_leaf, input_rank, divides)
     granularity, block = granularity_of(spec, tensors[leaf], config)
-    return Stored(granularity, leaf, len(tensors[leaf].shape), block, input_leaf, input_rank)
+    return Stored(granularity, leaf, len(tensors[leaf].shape), block, input_leaf, input_rank, divides)
 
 
 def _static(tensors: Mapping[str, TensorInfo], config: Fp8Config, scale_leaf: str) -> tuple[str | None, int]:

@@ -21,8 +21,24 @@ BLOCKS = {
     "modules_to_not_convert": ["lm_head"],
 }  # fmt: skip
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+GPTQMODEL = {
+    "quant_method": "fp8", "method": "fp8", "bits": 8, "group_size": -1, "format": "float8_e4m3fn",
+    "checkpoint_format": "float8_e4m3fn", "weight_scale_semantics": "inverse", "lm_head": False, "desc_act": False,
+}  # fmt: skip
 EDGES = {"hidden_size": 192, "intermediate_size": 320, "num_key_value_heads": 1}
 """Blocks of 128 end short: 192 = 128 + 64 rows and columns, 64 rows of k and v, 320 = 2 * 128 + 64."""
+
+
+def inverse(pack: Callable[[torch.Tensor], Packed]) -> Callable[[torch.Tensor], Packed]:
+    """GPTQModel's: what is stored as weight_scale_inv is what weights are divided by."""
+
+    def packed(weight: torch.Tensor) -> Packed:
+        tensors, meaning = pack(weight)
+        leaf = next(leaf for leaf in tensors if leaf != "weight")
+        return {"weight": tensors["weight"], "weight_scale_inv": 1 / tensors[leaf]}, meaning
+
+    return packed
+
 
 Kind = tuple[Callable[[torch.Tensor], Packed], dict[str, Any], dict[str, Any]]
 KINDS: dict[str, Kind] = {
@@ -38,6 +54,12 @@ KINDS: dict[str, Kind] = {
     "block": (pack_block, BLOCKS, {}),
     "block-64x32": (partial(pack_block, block=(64, 32)), {**BLOCKS, "weight_block_size": [64, 32]}, {}),
     "block-ue8m0": (partial(pack_block, ue8m0=True), {**BLOCKS, "scale_fmt": "ue8m0"}, {}),
+    "gptqmodel-row": (inverse(partial(pack_channel, flat=True)), {**GPTQMODEL, "weight_scale_method": "row"}, {}),
+    "gptqmodel-tensor": (inverse(pack_tensor), {**GPTQMODEL, "weight_scale_method": "tensor"}, {}),
+    "gptqmodel-block": (
+        inverse(pack_block),
+        {**GPTQMODEL, "weight_scale_method": "block", "weight_block_size": [128, 128]}, {},
+    ),
     "modelopt": (pack_tensor, MODELOPT, {"input_scale": torch.tensor(0.02)}),
 }  # fmt: skip
 

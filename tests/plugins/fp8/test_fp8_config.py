@@ -28,6 +28,9 @@ def test_the_writers_configs() -> None:
     assert read_config(TRANSFORMERS) == Fp8Config(None, False, ("lm_head",))
     both = read_config({"ignored_layers": ["a"], "modules_to_not_convert": ["b", "a"]})
     assert both.skipped == ("a", "b") and both.static is None
+    gptqmodel = {"method": "fp8", "format": "float8_e4m3fn", "meta": {"quantizer": ["gptqmodel:7.6.0"]}}
+    assert read_config(gptqmodel).divides and not read_config(DEEPSEEK).divides
+    assert read_config({"weight_scale_semantics": "inverse"}).divides
     assert read_config(None).at_load and not read_config({}).at_load
 
 
@@ -36,6 +39,9 @@ def test_the_writers_configs() -> None:
     [
         ({"fmt": "e4m3fnuz"}, "fmt 'e4m3fnuz'"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"format": "float8_e5m2"}, "format 'float8_e5m2'"),
+        ({"checkpoint_format": "float8_e8m0fnu"}, "checkpoint_format 'float8_e8m0fnu'"),
+        ({"weight_scale_semantics": "direct"}, "weight_scale_semantics 'direct'"),
         ({"activation_scheme": "per_token"}, "activation_scheme 'per_token'"),
         ({"scale_fmt": "ue4m3"}, "scale_fmt 'ue4m3'"),
         ({"weight_block_size": 128}, "weight_block_size 128"),
