@@ -300,12 +300,13 @@ class Scheduler:
         if len(sampled) != len(sampling):
             raise QEngineError(f"the runner returned {len(sampled)} tokens for {len(sampling)} sampling sequences")
         progress = []
+        ended, append = Status.FINISHED, self._append
         for row, (sequence, token) in enumerate(zip(sampling, sampled, strict=True)):
             request = sequence.request
-            if request.status is Status.FINISHED:
+            if request.status is ended:
                 continue
             request.num_pending -= 1
-            finished = self._append(request, token, sequence.start + sequence.num_new_tokens)
+            finished = append(request, token, sequence.start + sequence.num_new_tokens)
             progress.append(Progress(request, [] if token.error else [token.token_id], finished, row))
         return progress
 
@@ -324,9 +325,10 @@ class Scheduler:
         self.counters.generation_tokens += 1
         request.output_token_ids.append(token.token_id)
         reason = self._finish_reason(request, token.token_id)
-        if reason is not None:
-            self._finish(request, reason)
-        return reason is not None
+        if reason is None:
+            return False
+        self._finish(request, reason)
+        return True
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         num_output = len(request.output_token_ids)

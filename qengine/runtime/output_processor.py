@@ -48,7 +48,7 @@ class OutputProcessor:
             choice = self._choices.get(out.request_id)
             if choice is None:
                 continue
-            delta = choice.take(out)
+            delta = choice.take_token(out) or choice.take(out)
             if delta.finish_reason is not None:
                 del self._choices[out.request_id]
                 if out.finish_reason is None:
@@ -88,9 +88,22 @@ class _Choice:
         if tokenizer is not None and params.detokenize:
             self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, result.prompt_token_ids)
         self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._plain = not params.stop and params.logprobs is None
         if params.logprobs is not None:
             output.logprobs = []
             output.cumulative_logprob = 0.0
+
+    def take_token(self, out: RequestOutput) -> Delta | None:
+        """`take` for what most steps give: one token among others. None for anything else, and nothing is done."""
+        if not self._plain or out.finish_reason is not None or len(out.new_token_ids) != 1:
+            return None
+        if out.num_cached_tokens or out.prompt_logprobs is not None:
+            return None
+        text = "" if self._text is None else self._text.push_token(out.new_token_ids[0])
+        output = self._output
+        output.text += text
+        output.token_ids.append(out.new_token_ids[0])
+        return Delta(self.result.request_id, output.index, text, out.new_token_ids)
 
     def take(self, out: RequestOutput) -> Delta:
         """Add what one step gave; returns the same as a delta."""
@@ -133,7 +146,7 @@ class _Choice:
         hidden = out.finish_reason == FinishReason.STOP and not self._params.include_stop_str_in_output
         last = len(out.new_token_ids) - 1
         for i, token in enumerate(out.new_token_ids):
-            piece = "" if hidden and i == last else self._text.push((token,))
+            piece = "" if hidden and i == last else self._text.push_token(token)
             shown.append(self._match(piece, len(self._output.token_ids) + i + 1))
             if self._stop.matched is not None:
                 return "".join(shown), i + 1

@@ -57,7 +57,7 @@ class RequestResult:
         return sum(len(o.token_ids) for o in self.outputs)
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta:
     """What one step added to one choice. `text` may be empty while a character or a possible stop string is held
     back. `finished`: the whole request, all its choices, is complete with this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from qengine.text.token_plan import TokenPlan
@@ -39,6 +39,10 @@ class IncrementalDetokenizer:
         """The text that these further ids complete; may be empty."""
         return self._stream.push(token_ids)
 
+    def push_token(self, token_id: int) -> str:
+        """`push` of one id, at the price of a lookup for a token that was seen before."""
+        return self._stream.push_token(token_id)
+
     def flush(self) -> str:
         """The held tail, at the end of the ids."""
         return self._stream.flush()
@@ -53,7 +57,18 @@ class _ByteStream:
         self._skip = skip_special_tokens
         self._opened = opened
         self._strip_left = 0 if opened else plan.strip_count
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = cast(codecs.BufferedIncrementalDecoder, decoder)
+        self._texts = plan.texts[skip_special_tokens]
+
+    def push_token(self, token_id: int) -> str:
+        between = self._opened and not self._strip_left and not self._utf8.buffer
+        if between and (text := self._texts.get(token_id)) is not None:
+            return text
+        text = self.push((token_id,))
+        if between and not self._utf8.buffer and not self._plan.separator:
+            self._texts[token_id] = text
+        return text
 
     def push(self, token_ids: Iterable[int]) -> str:
         tokenizer = self._tokenizer
@@ -88,6 +103,9 @@ class _WindowStream:
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._given = self._decode(self._ids, self._skip)
+
+    def push_token(self, token_id: int) -> str:
+        return self.push((token_id,))
 
     def push(self, token_ids: Iterable[int]) -> str:
         self._ids.extend(token_ids)

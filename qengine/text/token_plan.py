@@ -42,6 +42,9 @@ class TokenPlan:
     strip: bytes = b" "
     strip_count: int = 0
     separator: bytes = b""
+    texts: dict[bool, dict[int, str]] = field(default_factory=lambda: {False: {}, True: {}}, compare=False)
+    """The text of tokens that spell whole characters wherever they stand, found as they come; True: without special
+    ones."""
 
     def spell(self, token: str, first: bool = False) -> bytes:
         """Bytes of one token; `first`: it opens the text."""
