@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,24 @@ class DenseCudaOp(LinearOp):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def float32(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float32 or not multiplies_to_float32(x.device, x.dtype):
+            return self(x).float()
+        y = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return y if self.bias is None else y + self.bias
+
     def buffers(self) -> dict[str, torch.Tensor]:
         return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+
+
+@functools.cache
+def multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies 16-bit matrices to float32 there: not every device and version does."""
+    a = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        return torch.mm(a, a, out_dtype=torch.float32).dtype is torch.float32
+    except (RuntimeError, TypeError):
+        return False
 
 
 class DenseCpuOp(LinearOp):

@@ -87,6 +87,11 @@ class Linear(Leaf):
             return ops[0](x)
         return torch.cat([op(x) for op in ops], dim=-1)
 
+    def float32(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in_features] -> float32 [T, out_features], not rounded to 16 bits first where the format can."""
+        parts = [op.float32(x) for op in self.ops]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
 
 def whole(specs: Sequence[LinearSpec]) -> LinearSpec:
     """The spec of shards that run fused: the first one's name, all their outputs."""

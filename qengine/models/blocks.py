@@ -217,7 +217,7 @@ class Decoder(Model):
         return self.norm.add(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head(hidden).float()
+        logits = self.lm_head.float32(hidden)
         if self.logit_cap is not None:
             logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
         return logits

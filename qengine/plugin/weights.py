@@ -90,6 +90,10 @@ class LinearOp(ABC):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features] in the compute dtype -> [T, out_features] in the same dtype."""
 
+    def float32(self, x: torch.Tensor) -> torch.Tensor:
+        """As a call, in float32: where the op can, without rounding to 16 bits on the way. Logits come from here."""
+        return self(x).float()
+
     @abstractmethod
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every tensor this op keeps (packed weights, zeros, scales, index maps, bias), by name.
