@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qengine.plugin import (
+    WEIGHT_STD,
     Capability,
     DeviceInfo,
     ExpertsOp,
@@ -18,6 +19,7 @@ from qengine.plugin import (
     LinearShard,
     LinearSpec,
     Quantizer,
+    RandomTensors,
     TensorInfo,
     TensorNeed,
     WeightQuant,
@@ -27,6 +29,7 @@ from qengine_awq.config import AwqConfig, read_config
 from qengine_awq.headers import group_size_of, layout_of
 from qengine_awq.layout import SYMMETRIC_ZERO, unpack
 from qengine_awq.layouts import GEMM, LAYOUTS, Layout
+from qengine_awq.layouts.base import FLOATS, groups_of
 from qengine_awq.quantizer import AwqQuantizer
 from qengine_awq.reference import dequantize
 from qengine_kernels.cpu_linear import Int4CpuLinear, int4_bytes, tuning
@@ -221,11 +224,35 @@ class AwqQuant(WeightQuant):
         c = self.config
         if spec.out_features % 8 or any(skip in spec.name for skip in c.skipped):
             return None
-        stated = c.layouts[0][1] if c.layouts else GEMM.stated[0]
-        layout = next(layout for layout in LAYOUTS if stated in layout.stated)
-        size = 128 if c.group_size is None else c.group_size
+        layout, size = self._stated()
         zero_point = c.zero_point is not False and layout.may_have_zeros
         return headers_of(AwqScheme(size, zero_point, layout=layout), spec)
+
+    def _stated(self) -> tuple[Layout, int]:
+        """Layout and group size by the config alone."""
+        c = self.config
+        stated = c.layouts[0][1] if c.layouts else GEMM.stated[0]
+        layout = next(layout for layout in LAYOUTS if stated in layout.stated)
+        return layout, 128 if c.group_size is None else c.group_size
+
+    def dummy(
+        self, spec: LinearSpec, tensors: Mapping[str, TensorInfo], random: RandomTensors
+    ) -> dict[str, torch.Tensor]:
+        """Scales are those of weights of WEIGHT_STD whose codes and zeros are uniform: their difference has a standard
+        deviation of 6.5."""
+        scale, (layout, size) = WEIGHT_STD / 6.5, self._stated()
+        scales = random.uniform(tensors["scales"], 0.5 * scale, 1.5 * scale)
+        used = groups_of(spec.in_features, size)
+        scales.narrow(layout.group_dim, used, scales.shape[layout.group_dim] - used).zero_()  # what pads a layout
+        made = {}
+        for leaf, info in tensors.items():
+            if leaf == "bias":
+                made[leaf] = random.uniform(info, 0.0, 0.0)
+            elif info.dtype in FLOATS:
+                made[leaf] = scales if leaf == "scales" else -SYMMETRIC_ZERO * scales
+            else:
+                made[leaf] = random.bits(info)
+        return made
 
     def unread(self, tensor: TensorInfo) -> str | None:
         if tensor.name.endswith(".scales") and len(tensor.shape) == 1:  # a linear's have two dimensions

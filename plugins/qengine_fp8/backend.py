@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from qengine.plugin import (
+    E4M3_MAX,
+    E4M3_STD,
+    WEIGHT_STD,
     Capability,
     DeviceInfo,
     ExpertsOp,
@@ -18,6 +21,7 @@ from qengine.plugin import (
     LinearShard,
     LinearSpec,
     Quantizer,
+    RandomTensors,
     TensorInfo,
     TensorNeed,
     WeightQuant,
@@ -232,6 +236,24 @@ class Fp8Quant(WeightQuant):
             return headers_of(Fp8Scheme(Stored("block", "weight_scale_inv", 2, c.block)), spec)
         stored = Stored("tensor", "weight_scale", 0, input_leaf="input_scale" if c.static else None)
         return headers_of(Fp8Scheme(stored), spec)
+
+    def dummy(
+        self, spec: LinearSpec, tensors: Mapping[str, TensorInfo], random: RandomTensors
+    ) -> dict[str, torch.Tensor]:
+        """Activations behind a norm rarely exceed 8: that is what static scales stand for."""
+        scale = WEIGHT_STD / E4M3_STD
+        made = {}
+        for leaf, info in tensors.items():
+            if leaf == "weight":
+                made[leaf] = random.e4m3(info)
+            elif leaf in INPUT_LEAVES:
+                made[leaf] = random.uniform(info, 8 / E4M3_MAX, 8 / E4M3_MAX)
+            elif leaf in SCALE_LEAVES:
+                drawn = random.uniform(info, 0.8 * scale, 1.2 * scale)
+                made[leaf] = drawn.reciprocal() if self.config.divides else drawn
+            else:
+                made[leaf] = random.uniform(info, 0.0, 0.0)
+        return made
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:

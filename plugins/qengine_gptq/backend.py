@@ -18,6 +18,7 @@ from qengine.plugin import (
     LinearShard,
     LinearSpec,
     Quantizer,
+    RandomTensors,
     TensorInfo,
     TensorNeed,
     WeightQuant,
@@ -25,6 +26,7 @@ from qengine.plugin import (
 )
 from qengine_gptq.config import GptqConfig, ModuleConfig, read_config
 from qengine_gptq.cpu import bind_cpu, cpu_bytes
+from qengine_gptq.dummy import dummy_tensors
 from qengine_gptq.headers import bits_of, check_family, group_size_of, mismatch
 from qengine_gptq.layout import words_for
 from qengine_gptq.quantizer import GptqQuantizer
@@ -213,6 +215,14 @@ class GptqQuant(WeightQuant):
         bits = 4 if settings.bits is None else settings.bits
         size = 128 if settings.group_size is None else settings.group_size
         return headers_of(GptqScheme(bits, size, settings.zero_rule, settings.act_order), spec)
+
+    def dummy(
+        self, spec: LinearSpec, tensors: Mapping[str, TensorInfo], random: RandomTensors
+    ) -> dict[str, torch.Tensor]:
+        settings = next(self.config.matches(spec.name), self.config.base) or self.config.base
+        bits = 4 if settings.bits is None else settings.bits
+        size = 128 if settings.group_size is None else settings.group_size
+        return dummy_tensors(tensors, bits, spec.in_features if size == -1 else size, settings.zero_rule, random)
 
     def _settings(
         self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]

@@ -25,7 +25,7 @@ def read_order(
     """
     if g_idx is None or (groups == 1 and not g_idx.any()):
         return None, None
-    g_idx = g_idx.to(torch.int64)
+    g_idx = g_idx.to("cpu", torch.int64)
     plain = torch.arange(in_features) // group_size
     if torch.equal(g_idx, plain):
         return None, None

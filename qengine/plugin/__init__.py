@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         KVLayout,
         KVScales,
     )
+    from qengine.plugin.random_tensors import E4M3_MAX, E4M3_STD, WEIGHT_STD, RandomTensors
     from qengine.plugin.version import CONTRACT_VERSION
     from qengine.plugin.weights import (
         LinearOp,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTRACT_VERSION",
+    "E4M3_MAX",
+    "E4M3_STD",
+    "WEIGHT_STD",
     "AttentionSpec",
     "CalibratedQuantizer",
     "Capability",
@@ -49,6 +53,7 @@ __all__ = [
     "LinearShard",
     "LinearSpec",
     "Quantizer",
+    "RandomTensors",
     "TensorInfo",
     "TensorNeed",
     "WeightQuant",
@@ -63,6 +68,7 @@ _MODULES = {
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
     **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"),
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
+    **dict.fromkeys(("E4M3_MAX", "E4M3_STD", "WEIGHT_STD", "RandomTensors"), "random_tensors"),
 }
 
 

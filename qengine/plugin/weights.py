@@ -18,6 +18,7 @@ from qengine.plugin.device import Capability, DeviceInfo
 
 if TYPE_CHECKING:
     from qengine.plugin.experts import ExpertsOp
+    from qengine.plugin.random_tensors import RandomTensors
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -233,6 +234,16 @@ class WeightQuant(ABC):
         Raises NotImplementedError, as it does by default, where the config alone does not tell.
         """
         raise NotImplementedError(f"{self.name} needs headers")
+
+    def dummy(
+        self, spec: LinearSpec, tensors: Mapping[str, TensorInfo], random: RandomTensors
+    ) -> dict[str, torch.Tensor]:
+        """Values for the tensors that `expected` names, by leaf name and on the device of `random`: random bits that
+        the format could hold, of weights small enough for finite activations (`WEIGHT_STD`). For `--load-format dummy`.
+
+        Raises NotImplementedError, as it does by default, where they are to be made through `quantizer`, slowly.
+        """
+        raise NotImplementedError(f"{self.name} makes no dummy weights")
 
     def unread(self, tensor: TensorInfo) -> str | None:
         """Asked about every tensor of the file that no module of the model takes: why the model would be wrong without

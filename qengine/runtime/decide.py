@@ -146,7 +146,7 @@ def look_at(
     if described:
         source = DescribedSource(model.leaves, choice.quant, checkpoint.dtype)
     elif dummy:
-        source = dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed)
+        source = dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed, machine.device)
     sidecar = None if dummy or described else read_sidecar(config.kv_scales, checkpoint)
     stored = checkpoint.quant.config if checkpoint.quant else None
     scales = resolve_kv_scales(source, model.attention, kv, stored, sidecar)

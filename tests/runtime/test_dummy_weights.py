@@ -9,6 +9,7 @@ import torch
 
 from load_model import CPU
 from qengine.errors import ConfigError
+from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
 from qengine.models.registry import build_model
@@ -30,7 +31,7 @@ def dummy(folder: Path, seed: int = 0, **config: object) -> tuple[Model, LoadPla
         load_config(checkpoint), torch.device("cpu"), CPU, torch.float32, torch.float32, max_model_len=64
     )
     model = build_model(ctx)
-    source = dummy_source(model.leaves, choice.quant, checkpoint.quant, torch.float16, seed)
+    source = dummy_source(model.leaves, choice.quant, checkpoint.quant, torch.float16, seed, torch.device("cpu"))
     plan = resolve(model.leaves, source, choice.quant, choice.dense, CPU, torch.float32)
     load(plan)
     return model, plan
@@ -42,13 +43,32 @@ def logits(model: Model) -> torch.Tensor:
     return run.logits[0][0]
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+CONFIGS: dict[str, dict[str, object] | None] = {
+    "16-bit": None,
+    "awq": awq_config(64),
+    "awq gemv": awq_config(64, version="gemv"),
+    "awq gemv_fast": awq_config(64, version="gemv_fast"),
+    "awq without zeros": awq_config(64, zero_point=False),
+    "gptq": GPTQ,
+    "gptq act-order": {**GPTQ, "desc_act": True},
+    "gptq asymmetric": {**GPTQ, "sym": False},
+    "gptq 3-bit": {**GPTQ, "bits": 3},
+    "gptq 8-bit v2": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
+    "fp8 static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8 dynamic": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8 block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quant", [None, awq_config(64)], ids=["16-bit", "awq"])
-def test_a_model_without_files(tmp_path: Path, quant: dict[str, object] | None, tied: bool) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_without_files(tmp_path: Path, name: str, tied: bool) -> None:
+    quant = CONFIGS[name]
     extra = {"tie_word_embeddings": tied, "attention_bias": True} | ({"quantization_config": quant} if quant else {})
     model, plan = dummy(tmp_path, **extra)
     assert plan.warnings == [] and model.tied is tied
-    quantised = sum(f.startswith("awq") for f in plan.schemes.values())
+    quantised = sum(f != "16-bit" for f in plan.schemes.values())
     assert quantised == (14 if quant else 0)
     first = logits(model)
     assert torch.isfinite(first).all() and first.std() > 1e-3
@@ -56,13 +76,38 @@ def test_a_model_without_files(tmp_path: Path, quant: dict[str, object] | None, 
     assert not torch.equal(first, logits(dummy(tmp_path, seed=1, **extra)[0]))
 
 
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config])
+def test_dummy_weights_have_the_spread_of_fresh_ones(tmp_path: Path, name: str) -> None:
+    _, plan = dummy(tmp_path, quantization_config=CONFIGS[name])
+    for leaf in (leaf for leaf, _ in plan.order if isinstance(leaf, Linear)):
+        for spec, scheme in zip(leaf.specs, leaf.schemes, strict=True):
+            tensors = {need.leaf: plan.source.read(f"{spec.name}.{need.leaf}") for need in scheme.tensors(spec)
+                       if f"{spec.name}.{need.leaf}" in plan.source.tensors}  # fmt: skip
+            weight = scheme.dequantize(spec, tensors)
+            assert 0.01 < float(weight.std()) < 0.035 and abs(float(weight.mean())) < 0.006, spec.name
+
+
+def test_modules_that_the_config_leaves_out_stay_dense(tmp_path: Path) -> None:
+    for skips in (
+        awq_config(64, modules_to_not_convert=["mlp"]),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["mlp.down_proj"]},
+        {**GPTQ, "dynamic": {r"-:.*mlp\..*": {}}},
+    ):
+        _, plan = dummy(tmp_path / str(skips["quant_method"]), quantization_config=skips)
+        dense = {name.rpartition(".")[2] for name, form in plan.schemes.items() if form == "16-bit"}
+        assert "down_proj" in dense and "q_proj" not in dense and plan.warnings == []
+
+
 def test_a_format_without_a_quantizer_is_refused() -> None:
+    from qengine.plugin import WeightQuant
     from qengine_awq.backend import AwqQuant
 
     class ReadOnly(AwqQuant):
+        dummy = WeightQuant.dummy
+
         @classmethod
         def quantizer(cls, **options: object) -> None:
             return None
 
     with pytest.raises(ConfigError, match="dummy cannot make awq weights"):
-        dummy_source([], ReadOnly.parse(awq_config(64)), None, torch.float16, 0)
+        dummy_source([], ReadOnly.parse(awq_config(64)), None, torch.float16, 0, torch.device("cpu"))
