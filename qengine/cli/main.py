@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Sequence
 
 from qengine import __version__
-from qengine.cli import calibrate, inspect, plugins, pull, serve
+from qengine.cli import bench, calibrate, inspect, plugins, pull, serve
 from qengine.cli import eval as eval_command
 from qengine.cli.options import Parser, dashed, refuse_switch_value, refuse_unknown
 from qengine.errors import UserError
 
-COMMANDS = (serve, pull, plugins, inspect, calibrate, eval_command)
+COMMANDS = (serve, pull, plugins, inspect, calibrate, eval_command, bench)
 DEBUG_ENV = "QENGINE_DEBUG"
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -72,7 +72,7 @@ def _run(argv: Sequence[str]) -> int:
     parser, by_name = build_parser()
     args, unknown = parser.parse_known_args(argv)
     refuse_switch_value(args)
-    refuse_unknown(by_name.get(args.command or "", parser), unknown)
+    refuse_unknown(getattr(args, "action_parser", by_name.get(args.command or "", parser)), unknown)
     if args.command is None:
         parser.print_help()
         return 0

@@ -33,8 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "qengine.beam_search": FRONT,
     "qengine.llm": {"qengine.prepare", "qengine.beam_search"} | FRONT,
     "qengine.server": {"qengine.prepare"} | FRONT,
+    "qengine.bench": {"qengine.prepare"} | FRONT,
     "qengine.cli": {
         "qengine.prepare", "qengine.server", "qengine.llm", "qengine_calibration", "qengine.conformance",
+        "qengine.bench",
     }
     | FRONT,
     "qengine_calibration": {"qengine.plugin", "qengine.models", "qengine.layers", "qengine.runtime"} | LEAVES,

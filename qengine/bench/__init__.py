@@ -1,0 +1,1 @@
+"""Workloads for measuring an engine or a server: prompts, timing, figures. What `qengine bench` runs."""
