@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,41 +12,115 @@ from qengine.core.request import Request
 from qengine.core.step import ScheduledSequence, Step
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
+from qengine.runtime.sampler import needs_ids
 from qengine.runtime.threads import SIZES, ThreadChoice, choose_threads
 from qengine.sampling_params import SamplingParams
+from qengine_kernels.compile_watch import kernels_compiled
 
-DECODES = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cpu": (1, 4)}
+GREEDY = SamplingParams(temperature=0.0)
+LARGEST_DECODE = 256
+CONTEXT = 48
+"""Cached tokens in front of a warm-up prefill."""
+CPU_LENGTH = 32
+"""Tokens of a prefill that settles lazy things on a CPU, where nothing is compiled."""
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
+)
+"""One of each way through the sampler."""
 
 
 def warm_up(
     runner: Runner, batched_tokens: int, max_num_seqs: int, max_model_len: int, device: torch.device
 ) -> list[str]:
-    """Compute one prefill of the largest size and decodes of several batch sizes on the null block, then zero it.
+    """Run steps of many sizes on the null block, then zero it.
 
     Returns lines for the start-up report.
     """
     start = time.perf_counter()
-    block_size = runner.cache.block_size
-    length = max(1, min(batched_tokens, max_model_len - 1, 4096 if device.type == "cuda" else 32))
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    for count, tokens in [(1, length), *((n, 1) for n in DECODES[device.type] if n <= max_num_seqs)]:
-        sequences = [_sequence(f"warm-up-{i}", tokens, block_size, runner.inputs.num_groups) for i in range(count)]
-        runner.execute(Step(sequences=sequences))
-        for s in sequences:
-            runner.forget(s.request.request_id)
-    if device.type == "cpu":
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    kernels = len(kernels_compiled())
+    longest = max_model_len - 1
+    lens = step_sizes(batched_tokens, max_num_seqs, longest) if on_gpu else [[min(CPU_LENGTH, longest)], [1]]
+    for query_lens in lens:
+        _run(runner, query_lens, longest)
+    _sample(runner, max_num_seqs, longest)
+    if not on_gpu:
         runner.threads = _measure_threads(runner, max_num_seqs)
     runner.cache.zero_blocks([0])
     lines = [f"Warm-up took {time.perf_counter() - start:.2f} seconds"]
     if runner.threads is not None:
         lines.append(runner.threads.line())
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        lines.append(f"Activations measured while warming up ({length} tokens): {gib(peak)}")
+        made = len(kernels_compiled()) - kernels
+        lines.append(f"Kernels compiled or loaded while warming up: {made}, in {len(lens)} steps of other sizes")
+        lines.append(f"Activations measured while warming up ({batched_tokens} tokens): {gib(peak)}")
     return lines
+
+
+def step_sizes(batched_tokens: int, max_num_seqs: int, longest: int) -> list[list[int]]:
+    """Query lengths of the steps that reach every kernel on a GPU: tokens of each sequence, decodes first.
+
+    Launchers choose tiles by the number of tokens or sequences, mostly at powers of two, and Triton compiles a kernel
+    anew for sizes that are 1, divisible by 16, or neither. So: prefills and decodes of each power of two and one more,
+    mixtures of both, several prefills, and the largest step.
+    """
+
+    def around(most: int) -> list[int]:
+        powers = [1 << i for i in range(most.bit_length())]
+        return sorted({n for p in powers for n in (p, p + 1) if n <= most} | {most})
+
+    most_decodes = min(max_num_seqs, batched_tokens)
+    steps = [[n] for n in around(min(batched_tokens, longest))]
+    steps += [[1] * n for n in around(min(most_decodes, LARGEST_DECODE))]
+    for decodes in (1, 16, 33):
+        for tokens in (2, 16, 100, 1024):
+            if decodes < most_decodes and decodes + tokens <= batched_tokens and tokens <= longest:
+                steps.append([1] * decodes + [tokens])
+    several = min(batched_tokens // 3, longest)
+    if several > 1 and max_num_seqs > 2:
+        steps.append([several, several, several])
+    whole, rest = divmod(batched_tokens, longest)
+    if whole and whole + (rest > 0) <= max_num_seqs:
+        steps.append([longest] * whole + [rest] * (rest > 0))
+    return steps
+
+
+def _run(runner: Runner, query_lens: Sequence[int], longest: int) -> None:
+    """One step of these lengths. Sequences that prefill have a cached beginning where there is room for it."""
+    groups, size = runner.inputs.num_groups, runner.cache.block_size
+    sequences = []
+    for i, n in enumerate(query_lens):
+        start = min(CONTEXT, longest - n) if n > 1 else 0
+        sequences.append(_sequence(f"warm-up-{i}", n, size, groups, start))
+    runner.execute(Step(sequences=sequences))
+    _forget(runner, sequences)
+
+
+def _sample(runner: Runner, max_num_seqs: int, longest: int) -> None:
+    """Two steps of every way of sampling, the second one on ids that the host has not seen."""
+    groups, size = runner.inputs.num_groups, runner.cache.block_size
+    ways = [SamplingParams(**way) for way in SAMPLING][:max_num_seqs]
+    sequences = [_sequence(f"warm-up-{i}", 1, size, groups, 0, params) for i, params in enumerate(ways)]
+    first = runner.launch(Step(sequences=sequences))
+    if longest > 1:
+        following = [ScheduledSequence(s.request, 1, 1, True) for s in sequences if not s.request.needs_ids]
+        runner.collect(runner.launch(Step(sequences=following)))
+    runner.collect(first)
+    _forget(runner, sequences)
+
+
+def _forget(runner: Runner, sequences: Sequence[ScheduledSequence]) -> None:
+    for s in sequences:
+        runner.forget(s.request.request_id)
 
 
 def _measure_threads(runner: Runner, max_num_seqs: int) -> ThreadChoice:
@@ -66,9 +142,11 @@ def _measure_threads(runner: Runner, max_num_seqs: int) -> ThreadChoice:
     return choose_threads(forward, logits, max_num_seqs)
 
 
-def _sequence(name: str, tokens: int, block_size: int, num_groups: int) -> ScheduledSequence:
-    """One sequence of `tokens` prompt tokens whose blocks are all the null block."""
-    blocks = [0] * (-(-tokens // block_size))
-    request = Request(name, [0] * tokens, 1, sampling=SamplingParams(temperature=0.0))
+def _sequence(
+    name: str, tokens: int, block_size: int, num_groups: int, start: int = 0, sampling: SamplingParams = GREEDY
+) -> ScheduledSequence:
+    """One sequence that computes `tokens` prompt tokens behind `start` others; its blocks are all the null block."""
+    blocks = [0] * (-(-(start + tokens + 1) // block_size))
+    request = Request(name, [0] * (start + tokens), 1, needs_ids=needs_ids(sampling), sampling=sampling)
     request.block_tables = [list(blocks) for _ in range(num_groups)]
-    return ScheduledSequence(request, 0, tokens, True)
+    return ScheduledSequence(request, start, tokens, True)

@@ -1,0 +1,59 @@
+"""Which steps run before the engine is ready: enough to meet every kernel, none that is larger than a step may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qengine.runtime.warmup import step_sizes
+from toy_engine import request, run, toy_engine
+from toy_models import make_tiny
+
+
+@pytest.mark.parametrize("longest", [1, 15, 100, 5000, 131071])
+@pytest.mark.parametrize("seqs", [1, 2, 40, 256, 1024])
+@pytest.mark.parametrize("batched", [1, 7, 64, 8192])
+def test_every_step_could_be_one_of_serving(batched: int, seqs: int, longest: int) -> None:
+    steps = step_sizes(batched, seqs, longest)
+    for lens in steps:
+        assert 0 < sum(lens) <= batched and len(lens) <= seqs and max(lens) <= longest
+        assert lens == sorted(lens, key=lambda n: n > 1), "decodes come first"
+    assert [1] in steps
+    reach = min(batched, seqs * longest)
+    if seqs >= -(-batched // longest):
+        assert max(map(sum, steps)) == reach, "the largest step is among them"
+
+
+def test_each_class_of_sizes_is_met() -> None:
+    steps = step_sizes(8192, 256, 100_000)
+    for low in (1 << i for i in range(4, 13)):
+        prefills = [s[0] for s in steps if len(s) == 1 and low <= s[0] < 2 * low]
+        assert {n % 16 == 0 for n in prefills} == {True, False}
+    decodes = {len(s) for s in steps if set(s) == {1}}
+    assert {1, 2, 3, 16, 17, 256} <= decodes
+    assert any(s[0] == 1 and s[-1] > 1 for s in steps) and any(len(s) > 1 and s[0] > 1 for s in steps)
+
+
+def test_the_null_block_stays_zero_and_nothing_is_kept(tmp_path: Path) -> None:
+    engine = toy_engine(make_tiny(tmp_path), max_num_seqs=2)
+    assert all(not t[0].any() for t in engine.runner.cache.storage)
+    assert engine.runner.inputs.rows == {} and engine.runner.prompt_logprobs == {}
+    out = run(engine, [request("r", [1, 2, 3], max_tokens=4)])
+    assert len(out.ids["r"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_serving_compiles_nothing(tmp_path: Path, eager: bool, kv: str) -> None:
+    from toy_models import make_tiny_awq
+
+    folder, _ = make_tiny_awq(tmp_path)
+    engine = toy_engine(folder, device="cuda", dtype="half", kv_cache_dtype=kv, enforce_eager=eager,
+                        kv_cache_memory_bytes=256 << 20)  # fmt: skip
+    for count, length, new in ((1, 1, 3), (3, 40, 9), (40, 77, 20), (17, 700, 5), (200, 13, 4), (5, 1000, 3)):
+        asked = [request(f"{count}-{i}", [(i + j) % 250 for j in range(length + i % 3)], max_tokens=new)
+                 for i in range(count)]  # fmt: skip
+        run(engine, asked)
+    assert engine.stats().kernels_compiled == 0
