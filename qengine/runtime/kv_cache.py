@@ -30,17 +30,20 @@ class KVCache:
         """Copy whole blocks (source, destination) in every storage tensor; sources are read before any is written."""
         if not pairs:
             return
-        device = self.storage[0].device
-        index = torch.tensor(pairs, dtype=torch.int64, device=device)
+        sources, targets = self._index([s for s, _ in pairs]), self._index([t for _, t in pairs])
         for t in self.storage:
-            t[index[:, 1]] = t[index[:, 0]]
+            t.index_copy_(0, targets, t.index_select(0, sources))
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         if not blocks:
             return
-        index = torch.tensor(list(blocks), dtype=torch.int64, device=self.storage[0].device)
+        index = self._index(blocks)
         for t in self.storage:
-            t[index] = 0
+            t.index_fill_(0, index, 0)
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        """On the device, without waiting for the step that runs there."""
+        return torch.tensor(blocks, dtype=torch.int64).to(self.storage[0].device, non_blocking=True)
 
 
 def layer_layouts(
