@@ -11,6 +11,7 @@ from typing import Any
 
 from qengine.errors import ConfigError, RequestError
 from qengine.text import Tokenizer
+from qengine_calibration.data_files import Say, find_data
 from qengine_calibration.texts import BREAK, Row, read_rows
 
 BUILT_IN = "the built-in held-out text"
@@ -28,21 +29,24 @@ class TextSource:
     name: str
     path: Path | None
     sha256: str
+    field: str | None = None
 
     @classmethod
-    def open(cls, path: str | None) -> TextSource:
-        """Raises ConfigError for a file that cannot be read."""
-        if path is None:
+    def open(cls, data: str | None, field: str | None = None, say: Say = lambda line: None) -> TextSource:
+        """`data` is a local file or a data set on the hub, `field` the one of its rows that holds the text. Raises
+        ConfigError for what cannot be read."""
+        if data is None:
             return cls(BUILT_IN, None, hashlib.sha256(_held_out().encode()).hexdigest())
+        path, name = find_data(data, say)
         try:
-            with Path(path).open("rb") as f:
-                return cls(path, Path(path), hashlib.file_digest(f, "sha256").hexdigest())
+            with path.open("rb") as f:
+                return cls(name, path, hashlib.file_digest(f, "sha256").hexdigest(), field)
         except OSError as e:
             raise ConfigError(f"--data: {path} cannot be read: {e.strerror}") from e
 
     def rows(self) -> Iterator[Row]:
         """One row at a time, in order; raises ConfigError for an unknown kind of file and for a row without text."""
-        return iter(_held_out().split(BREAK)) if self.path is None else read_rows(self.path)
+        return iter(_held_out().split(BREAK)) if self.path is None else read_rows(self.path, self.field)
 
 
 def _held_out() -> str:

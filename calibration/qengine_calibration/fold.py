@@ -19,8 +19,9 @@ class LayerWeights:
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the tensors out of the dict, so that the stored ones don't stay beside their float32 copies."""
         self.dtypes = {name: t.dtype for name, t in tensors.items()}
-        self.values = {name: t.to(torch.float32) for name, t in tensors.items()}
+        self.values = {name: tensors.pop(name).to(torch.float32) for name in list(tensors)}
         self.changed: set[str] = set()
 
     def stored(self, name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ class LayerResult:
     cold: dict[str, int] = field(default_factory=dict)
     """Linears that saw fewer than COLD_TOKENS tokens, and how many."""
     meaning: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Weights by name as the layer has them now, float: what a second run through it loads."""
+    """Weights by name as the layer has them now, float, where a second run through it loads them."""
 
 
 class LayerQuantizer:
@@ -68,14 +68,15 @@ class LayerQuantizer:
 
     @torch.inference_mode()
     def run(
-        self, layer: DecoderLayer, tensors: dict[str, torch.Tensor], observers: Mapping[str, InputObserver]
+        self, layer: DecoderLayer, tensors: dict[str, torch.Tensor], observers: dict[str, InputObserver],
+        keep_meaning: bool = False,
     ) -> LayerResult:
-        """`tensors` are the layer's float tensors by name, on the device where the work is done. What `observers`
-        summed up is used up."""
+        """`tensors` are the layer's float tensors by name, on the device where the work is done. Empties both dicts.
+        With `keep_meaning` the result holds the layer's new weights as floats."""
         out = LayerResult()
         weights = LayerWeights(tensors)
         chosen = self.chosen(layer.leaves)
-        seen = {name: observer.seen() for name, observer in observers.items()}
+        seen = {name: observers.pop(name).seen() for name in list(observers)}
         if self.calibrated is not None:
             for feed in layer.feeds():
                 self._fold(self.calibrated, feed, chosen, weights, seen, out)
@@ -84,12 +85,14 @@ class LayerQuantizer:
                 continue
             for spec in leaf.specs:
                 if spec.name in chosen:
-                    self._quantize(spec, leaf, weights.values[f"{spec.name}.weight"], seen, out)
+                    meaning = self._quantize(spec, leaf, weights.values.pop(f"{spec.name}.weight"), seen, out)
+                    if keep_meaning:
+                        out.meaning[f"{spec.name}.weight"] = meaning
         for name, value in weights.values.items():
-            if name in weights.changed and name not in out.replaced:
+            if name in weights.changed:
                 out.tensors[name] = weights.stored(name)
                 out.replaced[name] = [name]
-            if name not in out.meaning:
+            if keep_meaning:
                 out.meaning[name] = out.tensors.get(name, value)
         return out
 
@@ -116,7 +119,8 @@ class LayerQuantizer:
 
     def _quantize(
         self, spec: LinearSpec, leaf: Linear, weight: torch.Tensor, seen: Mapping[str, Seen | None], out: LayerResult
-    ) -> None:
+    ) -> torch.Tensor:
+        """Returns what the new tensors mean, float32 [out, in]."""
         own = seen.get(leaf.name)
         tokens = 0 if own is None else own.stats.tokens
         if self.calibrated is None:
@@ -135,7 +139,7 @@ class LayerQuantizer:
         names = {leaf: f"{spec.name}.{leaf}" for leaf in made}
         out.tensors |= {names[leaf]: t for leaf, t in made.items()}
         out.replaced[f"{spec.name}.weight"] = list(names.values())
-        out.meaning[f"{spec.name}.weight"] = meaning
+        return meaning
 
 
 def reader_of(quantizer: Quantizer, plugin: type[WeightQuant]) -> WeightQuant:

@@ -146,7 +146,7 @@ def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[st
 def report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
     """All figures of a run as plain data: the text, each linear's errors, tokens of those that saw few, KV figures."""
     facts = [run.work.facts(i) for i in range(run.work.done)]
-    out: dict[str, Any] = {"text": texts.facts(), "feed": options.feed}
+    out: dict[str, Any] = {"text": texts.facts(), "feed": options.feed, "memory": run.memory_facts()}
     if options.weights is not None:
         out["weights"] = {"format": options.weights.plugin.name, "options": options.weights.options}
         out["linears"] = {name: f for layer in facts for name, f in layer["linears"].items()}

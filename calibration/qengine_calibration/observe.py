@@ -148,6 +148,8 @@ BINS_PER_OCTAVE = 64
 LOWEST, HIGHEST = -24, 24
 """Powers of two between which magnitudes are told apart."""
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
+PIECE = 512
+"""Tokens that are counted together: counting takes some ten times the memory of the values."""
 
 
 def bin_centers() -> torch.Tensor:
@@ -166,7 +168,11 @@ class Magnitudes:
 
     def see(self, x: torch.Tensor) -> None:
         """x [T, heads, head_dim]."""
-        size = x.detach().float().abs().transpose(0, 1).flatten(1)
+        for part in x.detach().split(PIECE):
+            self._see(part)
+
+    def _see(self, x: torch.Tensor) -> None:
+        size = x.float().abs().transpose(0, 1).flatten(1)
         place = ((size.log2() - LOWEST) * BINS_PER_OCTAVE).clamp_(0, BINS - 1).to(torch.int64)
         place += torch.arange(len(size), device=size.device)[:, None] * BINS
         self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts).cpu()

@@ -18,6 +18,7 @@ from qengine.runtime import device as devices
 from qengine.runtime.checkpoint import Checkpoint
 from qengine_calibration.kv_scales import KVLayerResult, KVOptions, settle
 from qengine_calibration.layer import LayerQuantizer, LayerResult
+from qengine_calibration.memory import plan_memory
 from qengine_calibration.observe import InputObserver, KVObserver, observe
 from qengine_calibration.stream import TOKENS_AT_ONCE, LayerStream, MicroBatch
 from qengine_calibration.texts import Texts
@@ -44,13 +45,16 @@ class Weights:
 @dataclass(frozen=True)
 class RunOptions:
     """`weights` or `kv`, or both in one pass. `feed`: whether a layer reads what the original or the quantised layers
-    before it make of the text. `resume` goes on where a killed run with the same source, text and options stood."""
+    before it make of the text. `max_memory`: bytes that the run may take on the device where layers run, of the
+    whole process where that is the CPU. `resume` goes on where a killed run with the same source, text and options
+    stood."""
 
     weights: Weights | None = None
     kv: KVOptions | None = None
     feed: str = "original"
     device: str = "auto"
     tokens_at_once: int = TOKENS_AT_ONCE
+    max_memory: int | None = None
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -86,20 +90,18 @@ class CalibrationRun:
         self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
         w = options.weights
         self.quantizer = None if w is None else LayerQuantizer(w.quantizer, w.plugin)
+        self.again = w is not None and (options.kv is not None or options.feed == "quantised")
+        self.memory = plan_memory(self.stream, self.quantizer, self.again, options.max_memory)
+        self.stream.tokens_at_once = self.memory.tokens
 
     def plan(self) -> list[str]:
         """What will be needed, for the start of a run."""
         stream = self.stream
-        tensors = stream.checkpoint.tensors
-        largest = max(
-            sum(4 * _count(tensors[n].shape) for leaf in layer.leaves for n, _ in leaf.needs() if n in tensors)
-            for layer in stream.layers
-        )
         hidden = self.texts.tokens * stream.model.hidden_size * 4
         name = str(stream.dtype).removeprefix("torch.")
         return [
-            f"{len(stream.layers)} layers, one at a time, on {stream.device.type} in {name}; the largest takes "
-            f"{largest / 2**20:.0f} MiB in float32, whatever the amount of text",
+            f"{len(stream.layers)} layers, one at a time, on {stream.device.type} in {name}",
+            *self.memory.lines(stream.device),
             f"hidden states of the text lie on disk: {2 * hidden / 2**20:.0f} MiB in {self.work.path}",
         ]
 
@@ -107,6 +109,9 @@ class CalibrationRun:
         """Do what is left to do."""
         stream, work = self.stream, self.work
         total = len(stream.layers)
+        devices.start_peak(stream.device)
+        if self.options.max_memory is not None:
+            devices.limit_memory(stream.device, self.options.max_memory)
         if work.done == 0:
             stream.embed(work.fresh_hidden(0))
         tick(work.done, total)
@@ -115,21 +120,25 @@ class CalibrationRun:
             work.save(index, tensors, facts)
             tick(index + 1, total)
 
+    def memory_facts(self) -> dict[str, int]:
+        """Bytes on the device where layers run; on a CPU those of the whole process, whose peak may be an older one."""
+        return {"planned": self.memory.peak, "peak": devices.peak_bytes(self.stream.device),
+                "tokens_at_once": self.stream.tokens_at_once}  # fmt: skip
+
     def _layer(self, index: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         stream, layer = self.stream, self.stream.layers[index]
         name = layer.attention.attention.name
         facts: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
-        twice = self.quantizer is not None and (self.options.kv is not None or self.options.feed == "quantised")
-        observers, seen = self._original(index, keep=self.options.feed == "original", see_kv=not twice)
+        observers, seen = self._original(index, keep=self.options.feed == "original", see_kv=not self.again)
+        stream.forget(layer)
         if self.quantizer is not None:
-            result = self.quantizer.run(layer, self._float_tensors(layer), observers)
-            observers.clear()
+            result = self.quantizer.run(layer, self._float_tensors(layer), observers, keep_meaning=self.again)
             tensors |= result.tensors
             facts |= {
                 "replaced": result.replaced, "linears": result.linears, "factors": result.factors, "cold": result.cold,
             }  # fmt: skip
-            if twice:
+            if self.again:
                 seen = self._quantised(index, result, keep=self.options.feed == "quantised")
         stream.forget(layer)
         if self.options.kv is not None:
@@ -155,6 +164,7 @@ class CalibrationRun:
     def _quantised(self, index: int, result: LayerResult, keep: bool) -> KVObserver | None:
         """Run the layer with the weights that were made of it."""
         layer = self.stream.layers[index]
+        self.stream.tidy()
         while True:
             self.stream.load(layer.leaves, lambda n: result.meaning[n].to("cpu") if n in result.meaning else
                              self.stream.checkpoint.read(n))  # fmt: skip
@@ -194,13 +204,6 @@ class CalibrationRun:
         stream = self.stream
         names = dict.fromkeys(n for leaf in layer.leaves for n, _ in leaf.needs() if n in stream.checkpoint.tensors)
         return {n: stream.checkpoint.read(n).to(stream.device) for n in names}
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def kv_facts(work: WorkFolder) -> dict[str, Any]:

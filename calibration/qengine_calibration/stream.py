@@ -19,7 +19,9 @@ from qengine.layers.moe import ExpertLinear
 from qengine.models.blocks import Decoder, DecoderLayer
 from qengine.models.registry import NATIVE, build_model
 from qengine.plugin import DeviceInfo
+from qengine.runtime import device as devices
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.host_memory import Trimmer
 from qengine.runtime.kv_scales import LOOKS_LIKE
 from qengine.runtime.loader import resolve
 from qengine.runtime.model_config import load_config
@@ -64,6 +66,7 @@ class LayerStream:
         self.checkpoint, self.sequences = checkpoint, sequences
         self.device, self.info, self.dtype = device, info, dtype
         self.tokens_at_once = tokens_at_once
+        self._trim = Trimmer()
         config = load_config(checkpoint)
         longest = max(map(len, sequences))
         ctx = ModelContext(config, device, info, dtype, torch.float32, max_model_len=longest)
@@ -98,13 +101,20 @@ class LayerStream:
         return cache
 
     def embed(self, out: HiddenFile) -> None:
-        """Write the embeddings of all tokens."""
-        self.load([self.model.embedding])
+        """Write the embeddings of all tokens. Of the table, only the rows that the text has are read."""
+        embedding = self.model.embedding
+        rows, place = torch.tensor([i for s in self.sequences for i in s]).unique(return_inverse=True)
+        if int(rows[-1]) >= embedding.vocab_size:
+            raise CheckpointError(
+                "the tokenizer makes ids that the model has no embedding for", have=int(rows[-1]),
+                need=f"below {embedding.vocab_size}", hint="the model's own tokenizer",
+            )  # fmt: skip
+        table = self.checkpoint.read_rows(f"{embedding.name}.weight", rows.tolist())
+        embedding.weight = table.to(self.device, self.dtype)
         for batch in self.batches():
-            ids = torch.tensor([i for s in self._of(batch) for i in s], device=self.device)
-            out.write(batch.first, self.model.embedding(ids))
-        self.model.embedding.weight = None
-        self._tidy()
+            out.write(batch.first, embedding(place[batch.first : batch.first + batch.tokens].to(self.device)))
+        embedding.weight = None
+        self.tidy()
 
     def load(self, leaves: Sequence[Leaf], read: Reader | None = None) -> None:
         """Fill leaves, one after the other."""
@@ -118,7 +128,7 @@ class LayerStream:
         for leaf in layer.leaves:
             if isinstance(leaf, Linear):
                 leaf.ops = []
-        self._tidy()
+        self.tidy()
 
     def run(
         self, layer: DecoderLayer, source: HiddenFile, each: Callable[[MicroBatch, torch.Tensor, torch.Tensor], None],
@@ -159,16 +169,13 @@ class LayerStream:
         if self.tokens_at_once < 2 * length:
             return False
         self.tokens_at_once = min(self.tokens_at_once, length * len(self.sequences)) // 2
-        self._tidy()
+        self.tidy()
         return True
 
-    def _of(self, batch: MicroBatch) -> list[Sequence[int]]:
-        start = batch.first // max(map(len, self.sequences))  # all but the last are of the same length
-        return list(self.sequences[start : start + batch.count])
-
-    def _tidy(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def tidy(self) -> None:
+        """Give freed memory back to the system."""
+        devices.empty_cache(self.device)
+        self._trim()
 
 
 def step(batch: MicroBatch, device: torch.device) -> Batch:

@@ -13,6 +13,7 @@ from typing import Any
 
 from qengine.errors import ConfigError, RequestError
 from qengine.text.tokenizer import Tokenizer
+from qengine_calibration.data_files import NEED, require_parquet
 
 BUILT_IN = ("english.txt", "code.txt", "multilingual.txt")
 BREAK = "\n---\n"
@@ -56,14 +57,15 @@ class Texts:
 
 def load_texts(
     data: str | Path | None, tokenizer: Tokenizer, *, length: int = 512, samples: int | None = None,
-    least_tokens: int = LEAST_TOKENS,
+    least_tokens: int = LEAST_TOKENS, field: str | None = None, name: str | None = None,
 ) -> Texts:
     """`data` is a .txt, .jsonl or .parquet file, None the built-in set; `samples` the most sequences that are taken.
+    `field` names the field of a row that holds its text, `name` the data in reports.
 
     Rows are packed one after the other and cut every `length` tokens, so long ones are split and none is padded.
     Blank rows are not used. Raises ConfigError for a file that cannot be read or holds fewer than `least_tokens`.
     """
-    rows = built_in_rows() if data is None else read_rows(Path(data))
+    rows = built_in_rows() if data is None else read_rows(Path(data), field)
     limit = None if samples is None else samples * length
     ids: list[int] = []
     given = used = 0
@@ -75,7 +77,7 @@ def load_texts(
         used += bool(own)
         ids += own
     ids = ids[:limit]
-    source = "the built-in texts" if data is None else str(data)
+    source = "the built-in texts" if data is None else name or str(data)
     if len(ids) < least_tokens:
         raise ConfigError(
             f"{source}: too little text to calibrate with", have=f"{len(ids)} tokens in {used} of {given} rows",
@@ -92,23 +94,26 @@ def built_in_rows() -> Iterator[Row]:
         yield from (folder / name).read_text(encoding="utf-8").split(BREAK)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+def read_rows(path: Path, field: str | None = None) -> Iterator[Row]:
+    """`field`: the one field of a .jsonl or .parquet row that holds its text, else the usual names are tried."""
+    readers: dict[str, Callable[[Path, str | None], Iterator[Row]]] = {
         ".txt": _text_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows,
     }  # fmt: skip
     if path.suffix not in readers:
-        raise ConfigError("--data", have=path.name, need="a .txt, .jsonl or .parquet file")
+        raise ConfigError("--data", have=path.name, need=NEED)
     try:
-        yield from readers[path.suffix](path)
+        yield from readers[path.suffix](path, field)
     except OSError as e:
         raise ConfigError(f"--data {path} cannot be read: {e}") from e
 
 
-def _text_rows(path: Path) -> Iterator[Row]:
+def _text_rows(path: Path, field: str | None) -> Iterator[Row]:
+    if field is not None:
+        raise ConfigError("--data-field is for .jsonl and .parquet files", have=path.name)
     yield from path.read_text(encoding="utf-8", errors="replace").split(BREAK)
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path, field: str | None) -> Iterator[Row]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -118,27 +123,36 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 value = json.loads(line)
             except ValueError as e:
                 raise ConfigError(f"{path.name}, line {number} is not JSON: {e}") from e
-            yield _row(value, f"{path.name}, line {number}")
+            yield _row(value, f"{path.name}, line {number}", field)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, field: str | None) -> Iterator[Row]:
+    require_parquet()
+    parquet = importlib.import_module("pyarrow.parquet")
+    wrong: type[Exception] = importlib.import_module("pyarrow").ArrowInvalid
     try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as e:
-        raise ConfigError("reading .parquet needs pyarrow", hint="pip install pyarrow, or a .jsonl file") from e
+        file = parquet.ParquetFile(path)
+    except wrong as e:
+        raise ConfigError(f"--data {path.name} is no parquet file: {e}") from e
+    keys = (field,) if field is not None else (*CHAT_KEYS, *TEXT_KEYS)
+    wanted = [name for name in file.schema_arrow.names if name in keys]
     number = 0
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
+    for batch in file.iter_batches(batch_size=64, columns=wanted or None):
         for value in batch.to_pylist():
             number += 1
-            yield _row(value, f"{path.name}, row {number}")
+            yield _row(value, f"{path.name}, row {number}", field)
 
 
-def _row(value: Any, where: str) -> Row:
-    """A JSON string, a list of messages, or an object that holds one of both under a usual name."""
+def _row(value: Any, where: str, field: str | None) -> Row:
+    """A JSON string, a list of messages, or an object that holds one of both under `field` or a usual name."""
     if isinstance(value, dict):
-        found = next((value[k] for k in (*CHAT_KEYS, *TEXT_KEYS) if value.get(k) is not None), None)
+        keys = (field,) if field is not None else (*CHAT_KEYS, *TEXT_KEYS)
+        found = next((value[k] for k in keys if value.get(k) is not None), None)
         if found is None:
-            raise ConfigError(f"{where} has no text", have=", ".join(value), need=" | ".join(TEXT_KEYS + CHAT_KEYS))
+            raise ConfigError(
+                f"{where} has no text", have=", ".join(map(str, value)) or "no fields", need=" | ".join(keys),
+                hint="--data-field NAME" if field is None else None,
+            )  # fmt: skip
         value = found
     if isinstance(value, str):
         return value

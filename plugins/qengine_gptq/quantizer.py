@@ -47,6 +47,10 @@ class GptqQuantizer(CalibratedQuantizer):
             return f"{spec.in_features} inputs are no multiple of group size {self.group_size}"
         return None
 
+    def work_bytes(self, spec: LinearSpec) -> int:
+        """The moment is shrunk, put into order and damped, and inverted in float64."""
+        return 12 * spec.in_features * spec.out_features + 44 * spec.in_features**2
+
     def quantize(self, spec: LinearSpec, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """weight [out, in] -> qweight I32 [words, out], qzeros I32 [groups, words], scales F16 [groups, out], g_idx I32
         [in], each value rounded to the nearest. Raises ValueError for weights that are not finite or not accepted."""

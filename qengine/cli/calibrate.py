@@ -65,12 +65,22 @@ class CalibrateConfig:
         False, "Write KV scales as k_scale and v_scale into a copy of the weights, for other engines", group=KV
     )
     data: str | None = option(
-        None, "Text: a .txt, .jsonl or .parquet file. Default: a built-in set, some 4,000 tokens", group=TEXT,
-        metavar="FILE",
+        None,
+        "Text: a .txt (rows parted by lines of ---), .jsonl or .parquet file, or a data set on the hub (owner/name or "
+        "owner/name:FILE). Default: a built-in set, some 4,000 tokens",
+        group=TEXT, metavar="FILE",
+    )  # fmt: skip
+    data_field: str | None = option(
+        None, "Field of a row that holds its text (default: text, content, prompt, messages or conversations)",
+        group=TEXT, metavar="NAME",
     )  # fmt: skip
     seq_len: int = option(512, "Tokens of a sequence: rows are packed and cut to this", group=TEXT)
     samples: int | None = option(None, "Most sequences to use (default: all)", group=TEXT)
     device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))
+    max_memory: int | None = option(
+        None, "Bytes that the run may take on that device, on a CPU the whole process: micro-batches are made to fit",
+        group=RUN, metavar="BYTES",
+    )  # fmt: skip
     revision: str | None = option(None, "Branch, tag or commit of a hub model", group=RUN)
     resume: bool = option(False, "Go on where a killed run with the same settings stopped", group=RUN)
     quiet: bool = option(False, "No progress bar", group=RUN, flags=("-q",))
@@ -102,12 +112,16 @@ def run(args: argparse.Namespace) -> int:
         find_plugin("kv", config.kv_dtype)
 
     from qengine.text.tokenizer import Tokenizer
+    from qengine_calibration.data_files import find_data
     from qengine_calibration.make import make_copy, make_kv_scales
     from qengine_calibration.progress import bar
     from qengine_calibration.texts import load_texts
 
     folder = _model(args.model, config)
-    texts = load_texts(config.data, Tokenizer.load(folder), length=config.seq_len, samples=config.samples)
+    data, name = (None, None) if config.data is None else find_data(config.data, say)
+    texts = load_texts(
+        data, Tokenizer.load(folder), length=config.seq_len, samples=config.samples, field=config.data_field, name=name
+    )
     options = _options(config, folder)
     with bar("calibrate", config.quiet) as tick:
         if config.quant is None and not config.embed:
@@ -145,7 +159,9 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
         kv = KVOptions(load_plugin("kv", config.kv_dtype)(), config.kv_granularity, config.method)
-    return RunOptions(weights, kv, feed=config.feed, device=config.device, resume=config.resume)
+    return RunOptions(
+        weights, kv, feed=config.feed, device=config.device, max_memory=config.max_memory, resume=config.resume
+    )
 
 
 def summary(facts: dict[str, Any], texts: Texts) -> list[str]:

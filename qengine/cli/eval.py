@@ -57,11 +57,12 @@ class EvalConfig:
     dtype_b: str | None = option(None, "Compute dtype of B (default: --dtype)", group=SETTINGS, choices=DTYPES)
     data: str | None = option(
         None,
-        'A .txt (rows parted by lines of ---), .jsonl ({"text": ...} or {"messages": [...]} a line) or .parquet file. '
-        "Default: a built-in text of English, code and other languages, over 20,000 tokens",
+        'A .txt (rows parted by lines of ---), .jsonl ({"text": ...} or {"messages": [...]} a line) or .parquet file, '
+        "or a data set on the hub. Default: a built-in text of English, code and other languages, over 20,000 tokens",
         group=TEXT,
         metavar="FILE",
     )
+    data_field: str | None = option(None, "Field of a row that holds its text", group=TEXT, metavar="NAME")
     max_tokens: int = option(32768, "Most tokens of text to use", group=TEXT)
     window: int = option(1024, "Tokens that are scored together: the longest context, at most the model's", group=TEXT)
     one_at_a_time: bool = option(
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     json_file, html_file = report.check_writable(options.json), report.check_writable(options.html)
     if html_file is not None:
         report.require_matplotlib()
-    source = TextSource.open(options.data)
+    source = TextSource.open(options.data, options.data_field, say)
     prepared = [prepare_model(c, say) for c in configs]
     with progress.bar("evaluate", quiet=options.quiet) as tick:
         result = evaluate.evaluate(

@@ -195,6 +195,11 @@ class Quantizer(ABC):
     def quantize(self, spec: LinearSpec, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """weight [out, in] (any float dtype) -> tensors by leaf name, on the CPU, in the file's layout."""
 
+    def work_bytes(self, spec: LinearSpec) -> int:
+        """Bytes that quantising one linear takes at its peak beside its float32 weight and its statistics; for the plan
+        that calibration states. The default: four float32 copies of the weight."""
+        return 16 * spec.in_features * spec.out_features
+
     @abstractmethod
     def config(self, skipped: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config` that describes the result; `skipped` are module names left dense."""

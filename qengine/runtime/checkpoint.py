@@ -16,7 +16,7 @@ from qengine.errors import CheckpointError
 from qengine.plugin import TensorInfo
 from qengine.runtime.accounting import first_names
 from qengine.runtime.quant_config import QuantConfig, find_quant_config
-from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor, tensor_bytes
+from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor, read_tensor_rows, tensor_bytes
 from qengine.runtime.weight_files import PICKLED, SAFETENSORS, UNFINISHED, balance_index, read_json, weight_files
 
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -76,6 +76,10 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, as stored."""
         return read_tensor(self._home[name], name)
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Some rows of a matrix on the CPU, as stored, in the order given; nothing else of it is read."""
+        return read_tensor_rows(self._home[name], name, rows)
 
     def file_position(self, name: str) -> tuple[str, int]:
         """(file name, byte offset): sorting by it reads the disk in order."""

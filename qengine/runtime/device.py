@@ -138,6 +138,24 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def start_peak(device: torch.device) -> None:
+    """Forget a CUDA device's peak so far; a process's own can't be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes of tensors on a CUDA device since `start_peak`; on a CPU the process's largest resident set."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
+
+
+def limit_memory(device: torch.device, most: int) -> None:
+    """Make a CUDA device's allocator raise OutOfMemoryError beyond `most` bytes; does nothing on a CPU."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
 def empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()

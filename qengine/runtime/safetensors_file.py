@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,18 @@ def read_tensor(header: FileHeader, name: str) -> torch.Tensor:
                 raise _damaged(header.path, f"it ended while tensor {name} was read")
             done += count
     return torch.frombuffer(memory, dtype=DTYPES[info.dtype]).reshape(info.shape)
+
+
+def read_tensor_rows(header: FileHeader, name: str, rows: Sequence[int]) -> torch.Tensor:
+    """[len(rows), columns] of a tensor [any, columns], on the CPU, as stored."""
+    info, (start, _) = header.tensors[name], header.spans[name]
+    columns = info.shape[1]
+    out = torch.empty((len(rows), columns), dtype=DTYPES[info.dtype])
+    size = columns * out.element_size()
+    view = memoryview(out.view(torch.uint8).numpy().data).cast("B")
+    with header.path.open("rb") as f:
+        for i, row in enumerate(rows):
+            f.seek(start + row * size)
+            if f.readinto(view[i * size : (i + 1) * size]) != size:
+                raise _damaged(header.path, f"it ended while tensor {name} was read")
+    return out

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from qengine.errors import ConfigError
 from qengine.text.tokenizer import Tokenizer
+from qengine_calibration import data_files
 from qengine_calibration.texts import BUILT_IN, built_in_rows, load_texts
 from toy_models import make_bytetok
 
@@ -79,3 +81,92 @@ def test_bad_files(name: str, content: str, message: str, tok: Tokenizer, tmp_pa
 def test_missing_file(tok: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_texts(tmp_path / "none.txt", tok)
+
+
+# ---- parquet, and data sets on the hub
+
+
+def test_parquet_rows_are_those_of_jsonl(tok: Tokenizer, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"id": i, "text": f"row {i} " * 30, "quality": "good"} for i in range(70)]  # more than one batch
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    one, two = (load_texts(tmp_path / f"a.{kind}", tok) for kind in ("jsonl", "parquet"))
+    assert one.digest == two.digest and two.rows_used == 70
+    chats = [{"messages": [{"role": "user", "content": "hi " * 200}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "c.parquet")
+    assert tok.decode(load_texts(tmp_path / "c.parquet", tok).sequences[0]).startswith("<user>hi hi")
+    other = load_texts(tmp_path / "a.parquet", tok, field="quality", least_tokens=16)
+    assert tok.decode(other.sequences[0]).startswith("goodgood") and other.tokens == 280
+    with pytest.raises(ConfigError, match=r"row 1 has no text; have: id, text, quality; need: title"):
+        load_texts(tmp_path / "a.parquet", tok, field="title")
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(ConfigError, match=r"bad\.parquet is no parquet file"):
+        load_texts(tmp_path / "bad.parquet", tok)
+
+
+def test_parquet_without_its_reader(tmp_path: Path, tok: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'qengine-llm\[parquet\]'"):
+        load_texts(tmp_path / "a.parquet", tok)
+
+
+class Hub:
+    """A hub with one data set; keeps what it was asked for."""
+
+    def __init__(self, files: list[str], content: Path, converted: list[str] | None = None) -> None:
+        self.files, self.content, self.converted, self.asked = files, content, converted, []
+
+    def list_repo_files(self, name: str, *, repo_type: str, revision: str | None = None) -> list[str]:
+        self.asked.append((name, repo_type, revision))
+        assert repo_type == "dataset"
+        return self.files if revision is None else self.converted or []
+
+    def hf_hub_download(self, name: str, file: str, *, repo_type: str, revision: str | None = None) -> str:
+        self.asked.append((name, file, revision))
+        return str(self.content)
+
+
+@pytest.mark.parametrize(
+    ("files", "data", "chosen"),
+    [
+        (["README.md", "data/test.jsonl", "data/train-0.jsonl", "LICENSE.txt"], "o/d", "data/train-0.jsonl"),
+        (["b.jsonl", "a.jsonl", "c.txt"], "o/d", "a.jsonl"),
+        (["train.txt", "x.parquet"], "o/d", "x.parquet"),
+        (["train.jsonl", "test.jsonl"], "o/d:test.jsonl", "test.jsonl"),
+    ],
+)
+def test_a_data_set_on_the_hub(
+    files: list[str], data: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(files, tmp_path / "content")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", hub.list_repo_files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.hf_hub_download)
+    said: list[str] = []
+    assert data_files.find_data(data, said.append) == (tmp_path / "content", f"o/d:{chosen}")
+    assert hub.asked[-1] == ("o/d", chosen, None) and said[-1] == f"--data: {chosen} of o/d"
+
+
+def test_data_sets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(["data.csv"], tmp_path / "c", ["default/train/0.parquet"])
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", hub.list_repo_files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.hf_hub_download)
+    data_files.find_data("o/d")
+    assert hub.asked[-1] == ("o/d", "default/train/0.parquet", "refs/convert/parquet")
+    hub.converted = None
+    with pytest.raises(ConfigError, match=r"o/d has no file that is read here; have: data\.csv"):
+        data_files.find_data("o/d")
+    with pytest.raises(ConfigError, match=r"o/d has no b\.jsonl"):
+        data_files.find_data("o/d:b.jsonl")
+
+    def away(*a: object, **k: object) -> list[str]:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", away)
+    with pytest.raises(ConfigError, match=r"the hub is out of reach \(no route\)"):
+        data_files.find_data("o/d")
+    assert data_files.find_data("texts/a.jsonl") == (Path("texts/a.jsonl"), "texts/a.jsonl")  # a file that is missing
+    with pytest.raises(ConfigError, match="the folder"):
+        data_files.find_data(str(tmp_path))

@@ -16,8 +16,8 @@ from qengine.errors import CheckpointError, ConfigError
 from qengine.layers.kv_layer import bind_kv_layer
 from qengine.models.model import Model
 from qengine.plugin import AttentionSpec, DeviceInfo, KVScales
-from qengine.runtime.decide import Built, decide
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.decide import Built, decide
 from qengine.runtime.kv_sidecar import FACTS, TENSORS, model_fingerprint
 from qengine.runtime.report import scale_lines
 from qengine_awq.quantizer import AwqQuantizer
