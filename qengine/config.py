@@ -84,10 +84,17 @@ class EngineConfig:
     enforce_eager: bool = option(False, "Never capture CUDA graphs", group=RUN)
     kv_cache_dtype: str = option(
         "auto",
-        "KV-cache dtype, a plugin name: auto (compute dtype), fp8 = fp8_e4m3, fp8_e5m2",
+        "KV-cache dtype, a plugin name: auto (compute dtype), fp8 = fp8_e4m3, fp8_e5m2. Keys and values apart: "
+        "k=NAME,v=NAME. Exceptions behind it: fp8,layers.0-1=auto,layers.29.v=auto,sliding_window=auto",
         group=MEMORY,
         flags=("--kv-dtype",),
         metavar="NAME",
+    )
+    kv_cache_dtype_skip_layers: str | None = option(
+        None,
+        "Layers whose KV cache stays auto: numbers and sliding_window, such as 0,29",
+        group=MEMORY,
+        metavar="LAYERS",
     )
     kv_scales: str | None = option(
         None,

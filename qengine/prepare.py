@@ -25,13 +25,14 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder
     from qengine.runtime.hub import resolve_folder
+    from qengine.runtime.kv_dtypes import asked_kv_dtypes
     from qengine.runtime.pickled import with_safetensors
 
     # First, so that a name that cannot work costs no download.
     refuse_planned_only(config)
     if config.quantization is not None:
         load_plugin("weight", config.quantization)
-    load_plugin("kv", config.kv_cache_dtype)
+    asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     if config.model is None:
         folder = demo_folder(say)
     else:

@@ -98,16 +98,18 @@ def _squared_error(counts: torch.Tensor, scale: torch.Tensor, plugin: KVDtype) -
     return (counts * (rounded - centers).double().square()).sum()
 
 
-def attention_error(seen: KVObserver, plugin: KVDtype, k: torch.Tensor, v: torch.Tensor) -> float:
+def attention_error(
+    seen: KVObserver, plugins: tuple[KVDtype, KVDtype], k: torch.Tensor, v: torch.Tensor
+) -> float:
     """What these scales do to the layer's output on the example that the observer kept: root of the squared error
-    by that of the exact output. k and v float32 [heads] or [1]."""
+    by that of the exact output. `plugins` store K and V; k and v float32 [heads] or [1]."""
     assert seen.example is not None
     q, keys, values = seen.example
     spec: AttentionSpec = seen.spec
 
-    def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def rounded(plugin: KVDtype, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return plugin.decode(plugin.encode(x / scale[:, None]), torch.float32) * scale[:, None]
 
     exact = plain_attention(q, keys, values, spec, len(q))
-    got = plain_attention(q, rounded(keys, k), rounded(values, v), spec, len(q))
+    got = plain_attention(q, rounded(plugins[0], keys, k), rounded(plugins[1], values, v), spec, len(q))
     return float((got - exact).norm() / exact.norm().clamp_min(1e-30))

@@ -17,7 +17,7 @@ from qengine_calibration.observe import KVObserver
 class KVOptions:
     """What `qengine calibrate --kv-dtype` was asked for."""
 
-    plugin: KVDtype
+    plugin: type[KVDtype]
     granularity: str = "head"
     method: str = "mse"
 
@@ -66,10 +66,10 @@ class KVLayerResult:
 
 
 def settle(name: str, seen: KVObserver, options: KVOptions) -> KVLayerResult:
-    k = choose(seen.k, options.plugin, options.method, options.granularity, f"the keys of {name}")
-    v = choose(seen.v, options.plugin, options.method, options.granularity, f"the values of {name}")
+    pair = (options.plugin(seen.spec, "k", torch.float32), options.plugin(seen.spec, "v", torch.float32))
+    k = choose(seen.k, pair[0], options.method, options.granularity, f"the keys of {name}")
+    v = choose(seen.v, pair[1], options.method, options.granularity, f"the values of {name}")
     one = torch.ones(1)
     return KVLayerResult(
-        name, k, v, seen.tokens, attention_error(seen, options.plugin, k.scale, v.scale),
-        attention_error(seen, options.plugin, one, one),
+        name, k, v, seen.tokens, attention_error(seen, pair, k.scale, v.scale), attention_error(seen, pair, one, one)
     )  # fmt: skip

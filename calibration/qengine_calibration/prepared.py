@@ -7,11 +7,12 @@ from pathlib import Path
 
 from qengine.errors import ConfigError, UserError
 from qengine.models.registry import native_builder
-from qengine.plugin import CalibratedQuantizer, KVDtype, LinearSpec, WeightQuant
+from qengine.plugin import CalibratedQuantizer, LinearSpec, WeightQuant
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.cache_dir import cache_root, short_name
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.device import select_device
+from qengine.runtime.kv_dtypes import asked_kv_dtypes
 from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import DENSE
@@ -82,7 +83,7 @@ def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None
         found = read_sidecar(None, checkpoint)
     except UserError:
         found = None  # of an earlier version, or cut off: made anew
-    if found is not None and found.kv_dtype == options.plugin.name:
+    if found is not None and options.plugin.name in found.kv_dtypes:
         return
     say(f"measuring scales for the {options.plugin.name} KV cache (once)")
     texts = texts or load_texts(None, Tokenizer.load(folder))
@@ -91,9 +92,12 @@ def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None
 
 
 def _kv_options(kv_dtype: str) -> KVOptions | None:
-    plugin: KVDtype = load_plugin("kv", kv_dtype)()
-    if plugin.max_value is None:
+    """For the one dtype with scales that --kv-dtype names; None where it names none, or several."""
+    named = {load_plugin("kv", name) for name in asked_kv_dtypes(kv_dtype).dtypes}
+    scaled = [plugin for plugin in named if plugin.max_value is not None]
+    if len(scaled) != 1:
         return None
+    plugin = scaled[0]
     return KVOptions(plugin, "head" if "head" in plugin.scale_granularity else "tensor")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qengine.plugin import AttentionSpec, Capability, DeviceInfo, KVDtype, KVFunctions, KVLayout
+from qengine.plugin import Capability, DeviceInfo, KVDtype, KVFunctions, SideLayout
 
 
 class AutoKV(KVDtype):
@@ -12,16 +12,17 @@ class AutoKV(KVDtype):
 
     name = "auto"
     contract = 1
+    sides_alike = True
 
-    def layout(self, spec: AttentionSpec, block_size: int, compute_dtype: torch.dtype) -> KVLayout:
-        return KVLayout.dense(spec, block_size, compute_dtype)
+    def layout(self, block_size: int) -> SideLayout:
+        return SideLayout.dense(self.spec, block_size, self.compute_dtype)
 
-    def capability(self, device: DeviceInfo, spec: AttentionSpec, compute_dtype: torch.dtype) -> Capability:
+    def capability(self, device: DeviceInfo) -> Capability:
         if device.type == "cuda" and device.sm < 75:
             return Capability.refused(
                 f"attention kernels need compute capability 7.5, this GPU has {device.capability}"
             )
-        if device.type == "cuda" and device.sm < 80 and compute_dtype is torch.bfloat16:
+        if device.type == "cuda" and device.sm < 80 and self.compute_dtype is torch.bfloat16:
             return Capability.refused(
                 f"bfloat16 needs compute capability 8.0, this GPU has {device.capability}; --dtype half works"
             )
@@ -31,8 +32,8 @@ class AutoKV(KVDtype):
         """Unchanged: the store casts to the cache's dtype."""
         return x
 
-    def decode(self, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return b.to(dtype)
+    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rows.to(dtype)
 
     def functions(self) -> KVFunctions:
         from qengine_dense.kernels import identity_decode, identity_encode

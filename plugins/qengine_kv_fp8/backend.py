@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from qengine.plugin import AttentionSpec, Capability, DeviceInfo, KVDtype, KVFunctions, KVLayout
+from qengine.plugin import Capability, DeviceInfo, KVDtype, KVFunctions, SideLayout
 from qengine_kernels.fp8 import decode, encode
 
 
@@ -15,19 +15,20 @@ class Fp8KV(KVDtype):
 
     contract = 1
     scale_granularity = ("none", "tensor", "head")
+    sides_alike = True
     fp8: ClassVar[torch.dtype]
 
-    def layout(self, spec: AttentionSpec, block_size: int, compute_dtype: torch.dtype) -> KVLayout:
-        return KVLayout.dense(spec, block_size, torch.uint8)
+    def layout(self, block_size: int) -> SideLayout:
+        return SideLayout.dense(self.spec, block_size, torch.uint8)
 
-    def capability(self, device: DeviceInfo, spec: AttentionSpec, compute_dtype: torch.dtype) -> Capability:
+    def capability(self, device: DeviceInfo) -> Capability:
         if device.type == "cpu":
             return Capability.emulated("decoded by a table lookup, computed in float32")
         if device.sm < 75:
             return Capability.refused(
                 f"attention kernels need compute capability 7.5, this GPU has {device.capability}"
             )
-        if device.sm < 80 and compute_dtype is torch.bfloat16:
+        if device.sm < 80 and self.compute_dtype is torch.bfloat16:
             return Capability.refused(
                 f"bfloat16 needs compute capability 8.0, this GPU has {device.capability}; --dtype half works"
             )
@@ -38,8 +39,8 @@ class Fp8KV(KVDtype):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return encode(x, self.fp8)
 
-    def decode(self, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return decode(b, self.fp8, dtype)
+    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return decode(rows, self.fp8, dtype)
 
 
 class Fp8E4M3KV(Fp8KV):
@@ -54,7 +55,8 @@ class Fp8E4M3KV(Fp8KV):
 
         return KVFunctions(encode=e4m3_encode, decode=e4m3_decode)
 
-    def uncalibrated_note(self) -> str:
+    @classmethod
+    def uncalibrated_note(cls) -> str:
         return (
             "fp8_e4m3 KV cache without scales: 1.0 is used, so values beyond 448 are clipped and small ones lose "
             "precision (scales come with checkpoints that were calibrated for an fp8 KV cache)"
@@ -73,7 +75,8 @@ class Fp8E5M2KV(Fp8KV):
 
         return KVFunctions(encode=e5m2_encode, decode=e5m2_decode)
 
-    def uncalibrated_note(self) -> str:
+    @classmethod
+    def uncalibrated_note(cls) -> str:
         return (
             "fp8_e5m2 KV cache without scales: 1.0 is used; its range rarely clips, but 2 fraction bits are coarse "
             "(fp8_e4m3 with scales is more exact)"

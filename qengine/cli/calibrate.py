@@ -158,7 +158,7 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
         names = ("bits", "group_size", "zero_point", "symmetric", "act_order", "granularity", "activations", "damping")
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
-        kv = KVOptions(load_plugin("kv", config.kv_dtype)(), config.kv_granularity, config.method)
+        kv = KVOptions(load_plugin("kv", config.kv_dtype), config.kv_granularity, config.method)
     return RunOptions(
         weights, kv, feed=config.feed, device=config.device, max_memory=config.max_memory, resume=config.resume
     )

@@ -6,6 +6,7 @@ import argparse
 
 from qengine.cli.options import UNITS_NOTE, add_options, config_from, take_model
 from qengine.config import EngineConfig, refuse_planned_only
+from qengine.core.kv_map import read_kv_map
 from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
 
@@ -34,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     # Names are looked up here, at once and without importing torch; the engine's process loads the plugins.
     if engine_config.quantization is not None:
         find_plugin("weight", engine_config.quantization)
-    find_plugin("kv", engine_config.kv_cache_dtype)
+    skipped = engine_config.kv_cache_dtype_skip_layers
+    for name in read_kv_map(engine_config.kv_cache_dtype, EngineConfig.kv_cache_dtype, skipped).dtypes:
+        find_plugin("kv", name)
 
     from qengine.server.run import serve
 

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
         KVDtype,
         KVFunctions,
         KVLayout,
+        KVRowFunctions,
         KVScales,
+        Side,
+        SideLayout,
     )
     from qengine.plugin.random_tensors import E4M3_MAX, E4M3_STD, WEIGHT_STD, RandomTensors
     from qengine.plugin.version import CONTRACT_VERSION
@@ -47,6 +50,7 @@ __all__ = [
     "KVDtype",
     "KVFunctions",
     "KVLayout",
+    "KVRowFunctions",
     "KVScales",
     "LinearOp",
     "LinearScheme",
@@ -54,6 +58,8 @@ __all__ = [
     "LinearSpec",
     "Quantizer",
     "RandomTensors",
+    "Side",
+    "SideLayout",
     "TensorInfo",
     "TensorNeed",
     "WeightQuant",
@@ -66,7 +72,9 @@ _MODULES = {
     "CONTRACT_VERSION": "version",
     **dict.fromkeys(("CalibratedQuantizer", "InputStats", "tie"), "calibrator"),
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
-    **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVScales"), "kv"),
+    **dict.fromkeys(
+        ("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVRowFunctions", "KVScales", "Side", "SideLayout"), "kv"
+    ),
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
     **dict.fromkeys(("E4M3_MAX", "E4M3_STD", "WEIGHT_STD", "RandomTensors"), "random_tensors"),
 }

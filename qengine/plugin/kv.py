@@ -1,9 +1,12 @@
 """The KV-cache dtype contract.
 
-A KV dtype says how many bytes a block takes and where each vector lies in it (`layout`), how values become bytes and
-back (`encode` / `decode` in torch, `functions` as Triton device functions), which scales it takes and where it runs.
-The paged-attention and cache-write kernels are templates that take these device functions; a plugin that needs more
-may bring its own `bind`.
+An instance of a KV dtype stores K, or V, of one attention layer: it says where each vector lies in a block (`layout`),
+how vectors become stored rows and back (`encode` / `decode` in torch, `functions` as Triton device functions), which
+scales it takes and where it runs. K and V of a layer may be of different dtypes, so each describes itself alone and the
+engine puts the two side by side in a block (`KVLayout.of`).
+
+The paged-attention and cache-write kernels are templates that take the device functions; a plugin that needs more may
+bring its own kernels with `bind`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import torch
 from qengine.plugin.device import Capability, DeviceInfo
 
 ScaleGranularity = Literal["none", "tensor", "head"]
+Side = Literal["k", "v"]
+ALIGNMENT = 16
+"""Bytes: each side of a block, and each block, starts at a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +47,63 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class KVLayout:
-    """Where K and V lie in one block of one layer; the only source of block bytes in qengine.
+class SideLayout:
+    """Where the rows of K, or of V, lie in their part of a block: `nbytes` bytes for each block, counted from the
+    part's first byte.
 
-    The storage of one layer is uint8 [num_blocks, block_bytes]. Viewed as `dtype`, the vector of token t (0 <= t <
-    block_size) and KV head h starts at element `k_offset + t * token_stride + h * head_stride` of its block (v_offset
-    for V) and is `row` elements long (head_dim for one element a value; fewer when values are packed).
-    Offsets and strides count elements of `dtype`. `row` may include inline scales behind the values.
+    Viewed as `dtype`, the row of token t (0 <= t < block size) and KV head h starts at element `t * token_stride + h *
+    head_stride` and is `row` elements long. A row is what `KVDtype.encode` makes of one vector: its values, one element
+    each or packed, and whatever lies beside them (inline scales, zero points).
     """
 
-    block_size: int
-    block_bytes: int
     dtype: torch.dtype
-    k_offset: int
-    v_offset: int
+    nbytes: int
     token_stride: int
     head_stride: int
     row: int
 
-    @property
-    def block_elements(self) -> int:
-        return self.block_bytes // self.dtype.itemsize
+    @classmethod
+    def dense(cls, spec: AttentionSpec, block_size: int, dtype: torch.dtype, row: int | None = None) -> SideLayout:
+        """[block_size, num_kv_heads, row] of `dtype`, no padding. `row` is head_dim when left out."""
+        row = spec.head_dim if row is None else row
+        token = spec.num_kv_heads * row
+        return cls(dtype, block_size * token * dtype.itemsize, token, row, row)
+
+    def last_byte(self, spec: AttentionSpec, block_size: int) -> int:
+        """One past the last byte that a row of one block touches; above `nbytes` in a layout that is wrong."""
+        last = (block_size - 1) * self.token_stride + (spec.num_kv_heads - 1) * self.head_stride + self.row
+        return last * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """One block of one layer, K and V side by side; the only source of block bytes in qengine.
+
+    The storage of one layer is uint8 [num_blocks, at least block_bytes]; `k` describes the bytes from `k_offset` on
+    within each block, `v` those from `v_offset` on. Offsets are bytes and multiples of ALIGNMENT, as is block_bytes.
+    """
+
+    block_size: int
+    block_bytes: int
+    k: SideLayout
+    v: SideLayout
+    k_offset: int
+    v_offset: int
 
     @classmethod
-    def dense(cls, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVLayout:
-        """Block = [2 (K, V), block_size, num_kv_heads, head_dim] of `dtype`, no padding."""
-        token = spec.num_kv_heads * spec.head_dim
-        half = block_size * token
-        return cls(
-            block_size=block_size,
-            block_bytes=2 * half * dtype.itemsize,
-            dtype=dtype,
-            k_offset=0,
-            v_offset=half,
-            token_stride=token,
-            head_stride=spec.head_dim,
-            row=spec.head_dim,
-        )
+    def of(cls, block_size: int, k: SideLayout, v: SideLayout) -> KVLayout:
+        v_offset = _aligned(k.nbytes)
+        return cls(block_size, v_offset + _aligned(v.nbytes), k, v, 0, v_offset)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass
 class KVScales:
     """Scales of one layer: float32 [num_kv_heads] each, multiply-to-dequantise, finite and > 0. `source` says where
-    they come from ("checkpoint", "calibration file", "default 1.0")."""
+    they come from ("checkpoint", "calibration file", "default 1.0"). Ones for a side whose dtype takes none."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -92,49 +112,88 @@ class KVScales:
 
 @dataclass(frozen=True)
 class KVFunctions:
-    """Triton device functions of a KV dtype, injected into the kernel templates as constexpr arguments.
+    """Triton device functions of a format that stores one element a value and nothing beside; the fast path.
 
     encode(x, NATIVE) : float32 block (already divided by the scale) -> block of `layout.dtype` to store
     decode(b, NATIVE) : loaded block of `layout.dtype` -> float block (float16 or float32), not yet scaled
     NATIVE is a constexpr bool: hardware conversions may be used. Both must work in Triton's interpreter with
-    NATIVE=False.
+    NATIVE=False. Elements of any shape, each on its own.
     """
 
     encode: Any
     decode: Any
 
 
+@dataclass(frozen=True)
+class KVRowFunctions:
+    """Triton device functions of a format whose rows are more than one element a value: packed values, inline scales.
+
+    store(x, p_rows, row_mask, HEAD_DIM, NATIVE) : stores the rows of a tile of vectors.
+        x         float32 [R, D] (already divided by the scale); D is a power of two >= HEAD_DIM, zeros from HEAD_DIM on
+        p_rows    [R, 1] pointers to `layout.dtype`: the first element of each row
+        row_mask  bool [R, 1]: rows that are to be stored; nothing may be stored for others
+    load(p_rows, o_dim, row_mask, HEAD_DIM, NATIVE) -> float16 or float32 tile, not yet scaled.
+        p_rows, row_mask, o_dim are [N, 1], [N, 1] and [1, D], or [1, N], [1, N] and [D, 1]: written with
+        broadcasting alone, one function serves both. Element (n, d) is value o_dim[d] of row n; 0 where row_mask is
+        false or o_dim >= HEAD_DIM, and nothing may be read there.
+    HEAD_DIM (int) and NATIVE (bool, hardware conversions may be used) are constexpr. Both functions must work in
+    Triton's interpreter with NATIVE=False.
+    """
+
+    store: Any
+    load: Any
+
+
 class KVDtype(ABC):
-    """A KV-cache format: entry point of group `qengine.kv_dtype`. Instances are stateless."""
+    """A KV-cache format: entry point of group `qengine.kv_dtype`. An instance stores one `side` of one layer.
+
+    Construction is cheap and refuses nothing: whether the format can serve that layer is `capability`'s answer.
+    """
 
     name: ClassVar[str]
     contract: ClassVar[int | str]
     """The contract version that the plugin was written for: a literal, so that it stays when qengine's moves on."""
     scale_granularity: ClassVar[tuple[ScaleGranularity, ...]] = ("none",)
     max_value: ClassVar[float | None] = None
-    """Largest finite stored value; scale = amax / max_value. None when the format takes no scales."""
+    """Largest finite stored value; scale = amax / max_value. None when the format takes no scales from outside (it has
+    none, or makes its own and stores them inline)."""
+    sides_alike: ClassVar[bool] = False
+    """Whether K and V of one layer are stored in exactly the same way, so that both may be coded in one call of either
+    side's `encode` and `decode`. Only for speed."""
+
+    def __init__(self, spec: AttentionSpec, side: Side, compute_dtype: torch.dtype) -> None:
+        self.spec, self.side, self.compute_dtype = spec, side, compute_dtype
 
     @abstractmethod
-    def layout(self, spec: AttentionSpec, block_size: int, compute_dtype: torch.dtype) -> KVLayout:
-        """Block layout of one layer."""
+    def capability(self, device: DeviceInfo) -> Capability:
+        """Whether this side of this layer can be stored and read there; pure, needs no GPU."""
 
     @abstractmethod
-    def capability(self, device: DeviceInfo, spec: AttentionSpec, compute_dtype: torch.dtype) -> Capability:
-        """Pure; needs no GPU."""
+    def layout(self, block_size: int) -> SideLayout:
+        """This side's part of one block."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., head_dim] float, already divided by its scale -> [..., row] of the layout's dtype. Saturating;
-        NaN stays NaN where the format has one."""
+        """x [..., head_dim] float, already divided by its scale -> rows [..., row] of the layout's dtype. Saturating;
+        a value that is not finite stays so, or makes its whole vector so, and never reaches another vector."""
 
     @abstractmethod
-    def decode(self, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Inverse of `encode`, exact: [..., row] stored -> [..., head_dim] of the float `dtype`, not yet scaled."""
+    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What stored rows mean: [..., row] -> [..., head_dim] of the float `dtype`, not yet scaled. `functions` must
+        mean the same."""
 
     @abstractmethod
-    def functions(self) -> KVFunctions:
+    def functions(self) -> KVFunctions | KVRowFunctions:
         """Triton device functions; imports Triton only when called."""
 
-    def uncalibrated_note(self) -> str | None:
+    def bind(
+        self, v: KVDtype, layout: KVLayout, storage: torch.Tensor, scales: KVScales, info: DeviceInfo
+    ) -> Any | None:
+        """Kernels of the format's own for a layer whose K (`self`) and V (`v`) both are of it: an object with `kernel`,
+        `write` and `attend` (see `qengine.layers.attention.KVLayer`). None, the default: the shared templates."""
+        return None
+
+    @classmethod
+    def uncalibrated_note(cls) -> str | None:
         """A line for the start-up report when scales default to 1.0; None when that is harmless."""
         return None

@@ -19,6 +19,7 @@ from qengine.runtime.engine import Engine
 from qengine.runtime.facts import EngineFacts
 from qengine.runtime.graphs import capture_decodes
 from qengine.runtime.kv_cache import KVCache, allocate
+from qengine.runtime.kv_dtypes import block_bytes_line
 from qengine.runtime.kv_scales import ResolvedScales
 from qengine.runtime.loader import LoadReport, load
 from qengine.runtime.plan_input import CPU_RESERVE, GPU_RESERVE
@@ -145,12 +146,14 @@ def _report(b: Built, loaded: LoadReport, cache: KVCache, kept: int, tail: list[
         *b.notes,
         *b.checkpoint.notes,
         *b.load_plan.notes,
+        *b.kv.notes,
         *b.scales.notes,
         *(f"WARNING: {w}" for w in [*b.load_plan.warnings, *b.scales.warnings, *loaded.warnings]),
         *report.weight_lines(loaded.seconds, loaded.bytes_by_format, b.load_plan.total_bytes),
         f"Peak host memory while loading: {report.gib(loaded.peak_host_bytes)}",
         *report.kernel_lines(b.model.leaves, b.model.attention),
         *report.scale_lines(b.kv, b.scales.scales),
+        block_bytes_line(b.layouts),
         "Memory plan: " + "; ".join(f"{what} {report.gib(size)}" for what, size in m.items()),
         report.agreement_line("KV cache with the null block", m.kv_bytes + m.null_block_bytes, cache.nbytes),
         report.agreement_line("Weights and KV cache", to_keep, kept),

@@ -20,14 +20,14 @@ from qengine.errors import CapacityError, ConfigError
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
 from qengine.models.registry import build_model
-from qengine.plugin import DeviceInfo, KVDtype, KVLayout
-from qengine.plugin.discovery import load_plugin
+from qengine.plugin import DeviceInfo, KVLayout
 from qengine.runtime import device as devices
 from qengine.runtime import report
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.described import DescribedSource
 from qengine.runtime.dummy_weights import dummy_source
 from qengine.runtime.kv_cache import layer_layouts
+from qengine.runtime.kv_dtypes import KVDtypes, asked_kv_dtypes, choose_kv_dtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.loader import LoadPlan, resolve
@@ -51,13 +51,13 @@ class Surveyed:
     checkpoint: Checkpoint
     model: Model
     load_plan: LoadPlan
+    kv: KVDtypes
     scales: ResolvedScales
     rebuild: Callable[[Model, bool], LoadPlan]
 
     def inputs(self, config: EngineConfig, load_plan: LoadPlan | None = None) -> PlanInput:
         """The memory plan's numbers with other memory and scheduling options."""
-        kv = load_plugin("kv", config.kv_cache_dtype)()
-        return plan_input(config, self.machine, self.model, load_plan or self.load_plan, kv, self.dtype)
+        return plan_input(config, self.machine, self.model, load_plan or self.load_plan, self.kv, self.dtype)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Built:
     dtype_reason: str
     batched_tokens: int
     choice: QuantChoice
-    kv: KVDtype
+    kv: KVDtypes
     checkpoint: Checkpoint
     model: Model
     layouts: list[KVLayout]
@@ -87,7 +87,6 @@ def decide(
     """Choose everything and plan the memory. `checkpoint` is the opened `config.model`, where somebody has it already;
     `machine` another one than this."""
     s = look_at(config, checkpoint, machine)
-    kv = load_plugin("kv", config.kv_cache_dtype)()
     notes: list[str] = []
     load_plan, compact = s.load_plan, False
     try:
@@ -110,10 +109,10 @@ def decide(
             dataclasses.replace(model.ctx, max_model_len=memory.max_model_len, leaves=[], attention=[])
         )
         load_plan = s.rebuild(model, compact)
-    layouts = layer_layouts(model.attention, kv, config.block_size, s.dtype, s.machine.info)
+    layouts = layer_layouts(model.attention, s.kv, config.block_size, s.dtype, s.machine.info)
     return Built(
         config, s.machine.device, s.machine.info, s.dtype, s.dtype_reason, batched_tokens(config, s.machine.info),
-        s.choice, kv, s.checkpoint, model, layouts, load_plan, s.scales, memory, notes,
+        s.choice, s.kv, s.checkpoint, model, layouts, load_plan, s.scales, memory, notes,
     )  # fmt: skip
 
 
@@ -135,7 +134,7 @@ def look_at(
         checkpoint = Checkpoint.config_only(folder) if dummy else Checkpoint.open(folder)
     dtype, reason = devices.choose_dtype(config.dtype, checkpoint.dtype, info)
     choice = select_quant(config.quantization, checkpoint.quant)
-    kv = load_plugin("kv", config.kv_cache_dtype)()
+    asked = asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     hf = load_config(checkpoint, trust_remote_code=config.trust_remote_code)
     longest = config.max_model_len or 1 << 30
     ctx = ModelContext(hf, machine.device, info, dtype, devices.residual_dtype(dtype, info), longest)
@@ -148,6 +147,7 @@ def look_at(
     elif dummy:
         source = dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed, machine.device)
     sidecar = None if dummy or described else read_sidecar(config.kv_scales, checkpoint)
+    kv = choose_kv_dtypes(asked, model.attention, sidecar)
     stored = checkpoint.quant.config if checkpoint.quant else None
     scales = resolve_kv_scales(source, model.attention, kv, stored, sidecar)
 
@@ -157,4 +157,4 @@ def look_at(
         )
 
     load_plan = rebuild(model, False)
-    return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, scales, rebuild)
+    return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, kv, scales, rebuild)

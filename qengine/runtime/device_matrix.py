@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from qengine.errors import PluginError, UserError
-from qengine.plugin import AttentionSpec, Capability, DeviceInfo, KVDtype, LinearScheme
+from qengine.plugin import AttentionSpec, Capability, DeviceInfo, KVDtype, LinearScheme, Side
 from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime.device import choose_dtype, cpu_info
 from qengine_kernels.launch import SHARED_MEMORY
 
+SIDES: tuple[Side, Side] = ("k", "v")
 GENERATIONS = (75, 80, 86, 89, 90, 100, 120)
 """Compute capabilities x 10, one for each GPU generation with kernels of its own."""
 
@@ -64,7 +65,7 @@ def scheme_answers(schemes: Iterable[LinearScheme], devices: list[Target]) -> di
     return {name: [d.ask(scheme.capability) for d in devices] for name, scheme in sorted(first.items())}
 
 
-def kv_plugins() -> list[tuple[str, KVDtype]]:
+def kv_plugins() -> list[tuple[str, type[KVDtype]]]:
     """Installed KV dtypes that load, each once, under its own name where it is registered under several."""
     found: dict[type[KVDtype], str] = {}
     for record in list_plugins("kv"):
@@ -74,13 +75,17 @@ def kv_plugins() -> list[tuple[str, KVDtype]]:
             continue  # `qengine plugins` shows broken ones
         if plugin not in found or record.name == plugin.name:
             found[plugin] = record.name
-    return sorted((name, plugin()) for plugin, name in found.items())
+    return sorted(((name, plugin) for plugin, name in found.items()), key=lambda pair: pair[0])
 
 
 def kv_answers(spec: AttentionSpec, devices: list[Target]) -> dict[str, list[Answer]]:
     """By KV dtype, for each device."""
 
-    def asking(plugin: KVDtype) -> Callable[[DeviceInfo, torch.dtype], Capability]:
-        return lambda info, dtype: plugin.capability(info, spec, dtype)
+    def asking(plugin: type[KVDtype]) -> Callable[[DeviceInfo, torch.dtype], Capability]:
+        def answer(info: DeviceInfo, dtype: torch.dtype) -> Capability:
+            k, v = (plugin(spec, side, dtype).capability(info) for side in SIDES)
+            return v if k else k
+
+        return answer
 
     return {name: [d.ask(asking(plugin)) for d in devices] for name, plugin in kv_plugins()}

@@ -17,12 +17,13 @@ from qengine.layers.linear import Linear, whole
 from qengine.layers.module import Leaf, ModelContext
 from qengine.models.model import Model
 from qengine.models.registry import build_model
-from qengine.plugin import KVDtype, LinearScheme
+from qengine.plugin import LinearScheme
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime import report
 from qengine.runtime.decide import Built, decide
 from qengine.runtime.device_matrix import Answer, Target, kv_answers, kv_plugins, scheme_answers, targets
 from qengine.runtime.header_checkpoint import HeaderCheckpoint
+from qengine.runtime.kv_dtypes import KVDtypes, asked_kv_dtypes, block_bytes_line, choose_kv_dtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.model_config import load_config
@@ -212,9 +213,10 @@ def _scales(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint,
     """The KV scales for the chosen KV dtype; the report shows those that a dtype with scales would get."""
     settings = checkpoint.quant.config if checkpoint.quant else None
     sidecar = read_sidecar(config.kv_scales, checkpoint)
-    chosen = load_plugin("kv", config.kv_cache_dtype)()
+    kv_map = asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
+    chosen = choose_kv_dtypes(kv_map, model.attention, sidecar)
     before = len(checkpoint.wanted)
-    taking = chosen if chosen.max_value is not None else _with_scales()
+    taking = chosen if chosen.scaled else _with_scales(model)
     if taking is not None:
         try:
             shown = resolve_kv_scales(checkpoint, model.attention, taking, settings, sidecar)
@@ -228,10 +230,11 @@ def _scales(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint,
     return resolve_kv_scales(checkpoint, model.attention, chosen, settings, sidecar)
 
 
-def _with_scales() -> KVDtype | None:
+def _with_scales(model: Model) -> KVDtypes | None:
     """The first installed KV dtype that takes every kind of scale."""
     found = [plugin for _, plugin in kv_plugins() if plugin.max_value is not None]
-    return max(found, key=lambda plugin: "head" in plugin.scale_granularity, default=None)
+    best = max(found, key=lambda plugin: "head" in plugin.scale_granularity, default=None)
+    return None if best is None else KVDtypes.uniform(model.attention, best)
 
 
 def _sizes(
@@ -305,11 +308,11 @@ def _plan(out: Inspection, config: EngineConfig) -> None:
 
 def plan_lines(b: Built) -> list[str]:
     memory = b.memory
-    token_bytes = sum(layout.block_bytes for layout in b.layouts) / b.config.block_size
     return [
         f"Device: {b.info.type} {b.info.name}".rstrip(),
         f"Compute dtype: {str(b.dtype).removeprefix('torch.')} ({b.dtype_reason})",
-        f"KV cache: {b.kv.name}, {token_bytes:,.0f} bytes for one token",
+        f"KV cache: {b.kv.name}",
+        block_bytes_line(b.layouts),
         "Memory plan: " + "; ".join(f"{what} {report.gib(size)}" for what, size in memory.items()),
         *report.kv_lines(
             memory.kv_tokens, memory.max_model_len, memory.concurrency(memory.max_model_len), b.device.type == "cuda"

@@ -9,10 +9,11 @@ import torch
 
 from qengine.core.memory import storage_bytes
 from qengine.core.step import KVGroupSpec
-from qengine.errors import CapabilityError
+from qengine.errors import CapabilityError, PluginError
 from qengine.layers.attention import Attention
 from qengine.layers.kv_layer import bind_kv_layer
-from qengine.plugin import DeviceInfo, KVDtype, KVLayout, KVScales
+from qengine.plugin import DeviceInfo, KVDtype, KVLayout, KVScales, SideLayout
+from qengine.runtime.kv_dtypes import KVDtypes
 
 
 @dataclass
@@ -47,16 +48,28 @@ class KVCache:
 
 
 def layer_layouts(
-    layers: Sequence[Attention], plugin: KVDtype, block_size: int, dtype: torch.dtype, info: DeviceInfo
+    layers: Sequence[Attention], kv: KVDtypes, block_size: int, dtype: torch.dtype, info: DeviceInfo
 ) -> list[KVLayout]:
-    """Block layout of every layer. Raises CapabilityError for the first layer that the plugin refuses here."""
+    """Block layout of every layer. Raises CapabilityError for the first side of a layer that its plugin refuses here,
+    PluginError for a layout whose rows do not fit into it."""
     out = []
     for layer in layers:
-        answer = plugin.capability(info, layer.spec, dtype)
-        if not answer:
-            raise CapabilityError(f"--kv-dtype {plugin.name} cannot run {layer.name}: {answer.reason}")
-        out.append(plugin.layout(layer.spec, block_size, dtype))
+        k, v = (_side_layout(side, layer, block_size, info) for side in kv.formats(layer, dtype))
+        out.append(KVLayout.of(block_size, k, v))
     return out
+
+
+def _side_layout(side: KVDtype, layer: Attention, block_size: int, info: DeviceInfo) -> SideLayout:
+    answer = side.capability(info)
+    if not answer:
+        raise CapabilityError(f"--kv-dtype {side.name} cannot run {layer.name}: {answer.reason}")
+    layout = side.layout(block_size)
+    if layout.last_byte(layer.spec, block_size) > layout.nbytes:
+        raise PluginError(
+            f"KV dtype {side.name}: the rows of a block do not fit into what its layout says",
+            have=f"{layout.nbytes} bytes", need=f"{layout.last_byte(layer.spec, block_size)} bytes",
+        )  # fmt: skip
+    return layout
 
 
 def allocate(
@@ -64,7 +77,7 @@ def allocate(
     groups: Sequence[KVGroupSpec],
     layouts: Sequence[KVLayout],
     num_blocks: int,
-    plugin: KVDtype,
+    kv: KVDtypes,
     scales: Mapping[str, KVScales],
     device: torch.device,
     info: DeviceInfo,
@@ -77,9 +90,8 @@ def allocate(
         for j, i in enumerate(group.layers):
             layer = layers[i]
             layer.group = g
-            layer.cache = bind_kv_layer(
-                plugin, layer.spec, layouts[i], storage[j], scales[layer.name], info, dtype
-            )
+            k, v = kv.formats(layer, dtype)
+            layer.cache = bind_kv_layer(k, v, layouts[i], storage[j], scales[layer.name], info)
     return KVCache(storage, layouts[0].block_size if layouts else 0)
 
 

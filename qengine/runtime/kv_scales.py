@@ -7,14 +7,15 @@ dequantise; it has to be finite and above MIN_SCALE.
 Where a layer's K or V has several, the first of these counts, and the report says which:
 
 1. a calibration file made for this model and KV dtype (--kv-scales, else beside the model; see `kv_sidecar`); it comes
-   before the checkpoint because somebody made it for this, and then the checkpoint's scales are not looked at
+   before the checkpoint because somebody made it for this, and where it serves any layer, the checkpoint's scales are
+   not looked at
 2. the attention module's own: k_scale, attn.k_scale, k_cache.scale
 3. its projections': k_proj.k_scale, qkv_proj.k_scale
 4. a projection's output scale: k_proj.output_scale (measured before rotary embedding)
 5. one for K and V: kv_scale
 6. 1.0
 
-Two of one rank that differ are an error; of different ranks a warning.
+Two of one rank that differ are an error; of different ranks a warning. A side whose KV dtype takes no scales gets none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from qengine.layers.attention import Attention
 from qengine.plugin import KVDtype, KVScales
 from qengine.runtime.accounting import first_names
 from qengine.runtime.kv_cache import default_scales
+from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.kv_sidecar import KVSidecar
 from qengine.runtime.survey import TensorSource, grouped
 
@@ -83,15 +85,15 @@ class ResolvedScales:
 def resolve_kv_scales(
     source: TensorSource,
     layers: Sequence[Attention],
-    plugin: KVDtype,
+    kv: KVDtypes,
     config: Mapping[str, Any] | None = None,
     sidecar: KVSidecar | None = None,
 ) -> ResolvedScales:
     """Find, read and check the scales of every layer. `config` is the checkpoint's quantisation config, as a check;
     `sidecar` a calibration file.
 
-    Raises CheckpointError for scales that belong to no attention layer; and, where `plugin` takes scales, for ones that
-    only some layers or only K or V have, that contradict each other, are made for another kind of cache, have an odd
+    Raises CheckpointError for scales that belong to no attention layer; and, where layers take scales, for ones that
+    only some of those or only K or V have, that contradict each other, are made for another kind of cache, have an odd
     shape, or are not finite and above MIN_SCALE.
     """
     out = ResolvedScales({layer.name: default_scales(layer) for layer in layers})
@@ -117,40 +119,64 @@ def resolve_kv_scales(
             f"{len(unused)} scales of quantised queries or probabilities are not needed: attention computes in "
             f"16 bits or more ({first_names(unused, 2)})"
         )
-    if sidecar is not None and _calibrated(out, sidecar, known, plugin):
+    sides = _scaled_sides(kv)
+    if sidecar is not None and _calibrated(out, sidecar, known, kv, sides):
         if found:
             out.notes.append(f"KV scales in the checkpoint are not used: those of {sidecar.path} are")
-    elif found and plugin.max_value is None:
+    elif found and not sides:
         out.notes.append(
-            f"KV scales in the checkpoint are not used: KV dtype {plugin.name} stores values unscaled "
-            "(--kv-dtype fp8 uses them)"
+            f"KV scales in the checkpoint are not used: KV dtype {kv.name} takes none (--kv-dtype fp8 uses them)"
         )
     elif found:
         _check_scheme(config)
         _require_zero(zero_points, source)
-        _fill(out, found, source, known, plugin)
+        _fill(out, found, source, known, sides)
     elif _promised(config):
         out.warnings.append("the checkpoint's config speaks of a quantised KV cache, but the file holds no KV scales")
     return out
 
 
+Sides = dict[str, dict[str, type[KVDtype]]]
+"""By attention name and kind ("k", "v"): the plugin, of those that take scales. Layers without any are left out."""
+
+
+def _scaled_sides(kv: KVDtypes) -> Sides:
+    out: Sides = {}
+    for name, pair in kv.sides.items():
+        for kind, plugin in zip(("k", "v"), pair, strict=True):
+            if plugin.max_value is not None:
+                out.setdefault(name, {})[kind] = plugin
+    return out
+
+
 def _calibrated(
-    out: ResolvedScales, sidecar: KVSidecar, known: Mapping[str, Attention], plugin: KVDtype
+    out: ResolvedScales, sidecar: KVSidecar, known: Mapping[str, Attention], kv: KVDtypes, sides: Sides
 ) -> bool:
-    """Take the scales of a calibration file; False when it is not for this KV dtype."""
-    if plugin.max_value is None:
-        out.notes.append(f"{sidecar.path} is not used: KV dtype {plugin.name} stores values unscaled")
+    """Take the scales of a calibration file; False when it is not for these KV dtypes."""
+    if not sides:
+        out.notes.append(f"{sidecar.path} is not used: KV dtype {kv.name} takes no scales")
         return False
-    if sidecar.kv_dtype != plugin.name:
-        out.warnings.append(f"{sidecar.path} is for KV dtype {sidecar.kv_dtype}, not {plugin.name}: it is not used")
+    about = " and ".join(sidecar.kv_dtypes)
+    fitting = {
+        f"{name}.{kind}_scale": (name, kind, plugin)
+        for name, own in sides.items()
+        for kind, plugin in own.items()
+        if sidecar.dtype_of(name) == plugin.name
+    }
+    if not fitting:
+        out.warnings.append(f"{sidecar.path} is for KV dtype {about}, not {kv.name}: it is not used")
         return False
-    need = {f"{name}.{leaf}" for name in known for leaf in ("k_scale", "v_scale")}
-    if need != set(sidecar.tensors):
-        odd = first_names(sorted(need ^ set(sidecar.tensors)))
-        raise CheckpointError(f"{sidecar.path} does not hold the scales of this model's layers: {odd}")
-    for name, layer in known.items():
-        k, v = (_read(f"{name}.{leaf}", sidecar, layer.spec.num_kv_heads, plugin) for leaf in ("k_scale", "v_scale"))
-        out.scales[name] = KVScales(k, v, sidecar.source)
+    strangers = {n for n in sidecar.tensors if n.rpartition(".")[0] not in known}
+    if odd := (set(fitting) - set(sidecar.tensors)) | strangers:
+        raise CheckpointError(
+            f"{sidecar.path} does not hold the scales of this model's layers: {first_names(sorted(odd))}"
+        )
+    for leaf, (name, kind, plugin) in fitting.items():
+        setattr(out.scales[name], kind, _read(leaf, sidecar, known[name].spec.num_kv_heads, plugin))
+        out.scales[name].source = sidecar.source
+    rest = [f"{name}.{kind}" for name, own in sides.items() for kind in own if f"{name}.{kind}_scale" not in fitting]
+    if rest:
+        out.warnings.append(f"{sidecar.path} is for KV dtype {about}: it has no scales for {first_names(rest)}")
     return True
 
 
@@ -173,34 +199,37 @@ def _fill(
     found: Mapping[str, Mapping[str, list[tuple[int, str]]]],
     source: TensorSource,
     known: Mapping[str, Attention],
-    plugin: KVDtype,
+    sides: Sides,
 ) -> None:
-    bare = [name for name in known if name not in found]
+    """Take the scales of the checkpoint for those sides that take some."""
+    bare = [name for name in sides if name not in found]
     if bare:
         raise CheckpointError(
             f"{len(found)} attention layers have KV scales and {len(bare)} have none: {first_names(bare)}",
             hint="scales for all layers, or for none",
         )
     overruled: list[tuple[str, str]] = []
-    for layer_name, kinds in found.items():
-        layer = known[layer_name]
-        pair: dict[str, torch.Tensor] = {}
+    for layer_name, own in sides.items():
+        kinds = found[layer_name]
         leaves: dict[str, None] = {}
-        for kind in ("k", "v"):
+        for kind, plugin in own.items():
             if kind not in kinds:
-                have = first_names([name for own in kinds.values() for _, name in own])
+                have = first_names([name for names in kinds.values() for _, name in names])
                 raise CheckpointError(f"{layer_name} has a scale for only one of K and V", have=have)
             names = sorted(kinds[kind])
             first = names[0][1]
-            pair[kind] = _read(first, source, layer.spec.num_kv_heads, plugin)
+            heads = known[layer_name].spec.num_kv_heads
+            setattr(out.scales[layer_name], kind, _read(first, source, heads, plugin))
             leaf = first.removeprefix(layer_name + ".")
             leaves[leaf] = None
             overruled += [
                 (other, f"{leaf} counts, {other.removeprefix(layer_name + '.')} says otherwise")
                 for other in _differing(names, source)
             ]
-        out.scales[layer_name] = KVScales(pair["k"], pair["v"], "checkpoint " + ", ".join(leaves))
+        out.scales[layer_name].source = "checkpoint " + ", ".join(leaves)
     out.warnings += [f"two KV scales for one thing: {line}" for line in grouped(overruled, "tensor")]
+    if unused := sum(2 - len(sides.get(name, {})) for name in known):
+        out.notes.append(f"KV scales of {unused} layer sides in the checkpoint are not used: their dtypes take none")
 
 
 def _differing(names: Sequence[tuple[int, str]], source: TensorSource) -> list[str]:
@@ -222,7 +251,7 @@ def _differing(names: Sequence[tuple[int, str]], source: TensorSource) -> list[s
     return out
 
 
-def _read(name: str, source: TensorSource, heads: int, plugin: KVDtype) -> torch.Tensor:
+def _read(name: str, source: TensorSource, heads: int, plugin: type[KVDtype]) -> torch.Tensor:
     """float32 [heads]."""
     shape = source.tensors[name].shape
     if math.prod(shape) not in (1, heads):

@@ -1,8 +1,9 @@
 """The calibration file: KV scales that `qengine calibrate` measured, beside a model or anywhere else.
 
 Two files: kv_scales.safetensors holds "<attention layer>.k_scale" and ".v_scale" (float32, one value or one per KV
-head), kv_scales.json says what they are for: the KV dtype, the method, the text, figures, and the fingerprint of the
-model that they were measured on. The JSON is written last and names the other file's hash, so that a pair is whole.
+head), kv_scales.json says what they are for: the KV dtype (one, or one for each attention layer: {"<attention layer>":
+name}, where layers that it would damage too much have another), the method, the text, figures, and the fingerprint of
+the model that they were measured on. The JSON is written last and names the other file's hash, so that a pair is whole.
 """
 
 from __future__ import annotations
@@ -45,9 +46,22 @@ class KVSidecar:
     def file_position(self, name: str) -> tuple[str, int]:
         return self.path.name, self.header.spans[name][0]
 
+    def dtype_of(self, layer: str) -> str | None:
+        """The KV dtype that the scales of a layer are for, or that the file says it is to have; None when it says
+        nothing of the layer."""
+        said = self.facts.get("kv_dtype")
+        return said.get(layer) if isinstance(said, Mapping) else said
+
     @property
-    def kv_dtype(self) -> str:
-        return str(self.facts.get("kv_dtype"))
+    def kv_dtypes(self) -> list[str]:
+        """Every KV dtype in it."""
+        said = self.facts.get("kv_dtype")
+        return list(dict.fromkeys(said.values())) if isinstance(said, Mapping) else [str(said)]
+
+    def exception(self, layer: str, kv_dtype: str) -> str | None:
+        """The other KV dtype that the file names for a layer, where it is about `kv_dtype` in others."""
+        own = self.dtype_of(layer)
+        return own if own != kv_dtype and kv_dtype in self.kv_dtypes else None
 
     @property
     def source(self) -> str:
@@ -79,7 +93,9 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
         facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{about} cannot be read: {e}", hint=AGAIN) from e
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    said = facts.get("kv_dtype") if isinstance(facts, dict) else None
+    named = said.values() if isinstance(said, dict) else [said]
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not all(isinstance(n, str) for n in named):
         raise CheckpointError(f"{about} is no calibration file that this version reads", need=FORMAT, hint=AGAIN)
     if facts.get("sha256") != file_hash(path):
         raise CheckpointError(f"{path} is not the file that {FACTS} describes", hint=AGAIN)

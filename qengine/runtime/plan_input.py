@@ -11,15 +11,16 @@ from qengine.config import EngineConfig
 from qengine.core.memory import ActivationShape, group_layers, storage_bytes
 from qengine.core.offload import OffloadUnit
 from qengine.core.plan import PlanInput
-from qengine.errors import ConfigError, PluginError
+from qengine.errors import CapabilityError, ConfigError, PluginError
 from qengine.layers.linear import Linear
 from qengine.layers.moe import ExpertLinear
 from qengine.models.model import Model
-from qengine.plugin import DeviceInfo, KVDtype, KVLayout
+from qengine.plugin import DeviceInfo, KVLayout
 from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime import device as devices
 from qengine.runtime.graphs import graph_bytes
 from qengine.runtime.kv_cache import layer_layouts
+from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
 
@@ -37,7 +38,7 @@ def batched_tokens(config: EngineConfig, info: DeviceInfo) -> int:
 
 
 def plan_input(
-    config: EngineConfig, machine: Machine, model: Model, load_plan: LoadPlan, kv: KVDtype, dtype: torch.dtype
+    config: EngineConfig, machine: Machine, model: Model, load_plan: LoadPlan, kv: KVDtypes, dtype: torch.dtype
 ) -> PlanInput:
     """Raises CapabilityError when the KV dtype does not run here, ConfigError for offload from a CPU to itself."""
     info = machine.info
@@ -117,12 +118,13 @@ def _alternatives(
     found: dict[str, int] = {}
     for record in list_plugins("kv"):
         try:
-            other = load_plugin("kv", record.name)()
+            other = KVDtypes.uniform(model.attention, load_plugin("kv", record.name))
+            layouts = layer_layouts(model.attention, other, config.block_size, dtype, info)
+        except CapabilityError:
+            continue
         except PluginError:
             continue  # a broken plugin matters only to those who ask for it
-        if not all(other.capability(info, layer.spec, dtype) for layer in model.attention):
-            continue
-        size = _block_bytes(model, [other.layout(layer.spec, config.block_size, dtype) for layer in model.attention])
+        size = _block_bytes(model, layouts)
         if size < block_bytes and size not in found.values():
             found[record.name] = size
     return found

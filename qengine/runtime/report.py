@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from qengine.layers.attention import Attention
 from qengine.layers.linear import Linear
 from qengine.layers.module import Leaf
-from qengine.plugin import KVDtype, KVScales
+from qengine.plugin import KVScales
+from qengine.runtime.kv_dtypes import KVDtypes, where
 
 GIB = 1 << 30
 
@@ -42,22 +43,23 @@ def kv_lines(kv_tokens: int, max_model_len: int, concurrency: float, on_gpu: boo
     ]
 
 
-def scale_lines(plugin: KVDtype, scales: Mapping[str, KVScales]) -> list[str]:
-    """Every layer's KV scales and their source; one line where all are equal."""
-    if plugin.max_value is None:
-        return []
-    seen: dict[str, list[str]] = {}
-    for i, s in enumerate(scales.values()):
-        text = f"k={_scale(s.k.tolist())}, v={_scale(s.v.tolist())}, source={s.source}"
-        seen.setdefault(text, []).append(str(i))
-    if len(seen) == 1:
+def scale_lines(kv: KVDtypes, scales: Mapping[str, KVScales]) -> list[str]:
+    """The KV scales of every layer that takes some, and their source; one line where all are equal."""
+    seen: dict[str, list[int]] = {}
+    notes: dict[str, None] = {}
+    for i, (pair, s) in enumerate(zip(kv.sides.values(), scales.values(), strict=True)):
+        scaled = [(p, x) for p, x in zip(pair, (("k", s.k), ("v", s.v)), strict=True) if p.max_value is not None]
+        if not scaled:
+            continue
+        text = ", ".join(f"{side}={_scale(values.tolist())}" for _, (side, values) in scaled)
+        seen.setdefault(f"{text}, source={s.source}", []).append(i)
+        if s.source.startswith("default"):
+            notes |= dict.fromkeys(note for p, _ in scaled if (note := p.uncalibrated_note()))
+    if len(seen) == 1 and len(next(iter(seen.values()))) == len(scales):
         lines = [f"KV scales, all {len(scales)} layers: {next(iter(seen))}"]
     else:
-        lines = [f"KV scales, layer {','.join(layers)}: {text}" for text, layers in seen.items()]
-    note = plugin.uncalibrated_note()
-    if note and any(s.source.startswith("default") for s in scales.values()):
-        lines.append(f"WARNING: {note}")
-    return lines
+        lines = [f"KV scales, {where(layers)}: {text}" for text, layers in seen.items()]
+    return lines + [f"WARNING: {note}" for note in notes]
 
 
 def _scale(values: Sequence[float]) -> str:

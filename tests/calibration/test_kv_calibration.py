@@ -15,7 +15,7 @@ from qengine.config import EngineConfig
 from qengine.errors import CheckpointError, ConfigError
 from qengine.layers.kv_layer import bind_kv_layer
 from qengine.models.model import Model
-from qengine.plugin import AttentionSpec, DeviceInfo, KVScales
+from qengine.plugin import AttentionSpec, DeviceInfo, KVLayout, KVScales
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.decide import Built, decide
 from qengine.runtime.kv_sidecar import FACTS, TENSORS, model_fingerprint
@@ -32,7 +32,8 @@ from qengine_kv_fp8.backend import Fp8E4M3KV, Fp8E5M2KV
 from torch_kv import BLOCK_SIZE, PagedRun
 from toy_models import VOCAB, make_tiny
 
-E4M3 = Fp8E4M3KV()
+SPEC = AttentionSpec(2, 2, 8, 1.0)
+E4M3, E5M2 = (plugin(SPEC, "k", torch.float32) for plugin in (Fp8E4M3KV, Fp8E5M2KV))
 CPU = DeviceInfo("cpu")
 
 
@@ -42,7 +43,7 @@ def texts(tokens: int = 400, length: int = 100, seed: int = 3) -> Texts:
 
 
 def options(method: str = "mse", granularity: str = "head") -> RunOptions:
-    return RunOptions(kv=KVOptions(E4M3, granularity, method), device="cpu")
+    return RunOptions(kv=KVOptions(Fp8E4M3KV, granularity, method), device="cpu")
 
 
 # ---- (a) the arithmetic
@@ -62,7 +63,7 @@ def c15a() -> KVObserver:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "scale", "output"), [(E4M3, 1.0, 0.000), (E4M3, 600 / 448, 0.695), (Fp8E5M2KV(), 1.0, 0.856)]
+    ("plugin", "scale", "output"), [(E4M3, 1.0, 0.000), (E4M3, 600 / 448, 0.695), (E5M2, 1.0, 0.856)]
 )
 def test_outputs_of_c15a(plugin: Fp8E4M3KV, scale: float, output: float) -> None:
     seen = c15a()
@@ -73,7 +74,7 @@ def test_outputs_of_c15a(plugin: Fp8E4M3KV, scale: float, output: float) -> None
     got = float((weights[:, None] * v[:, 0]).sum(0)[0])
     assert got == pytest.approx(output, abs=2e-3)
     # The first token's output is exact; the second one's relative error makes up the figure.
-    error = attention_error(seen, plugin, torch.tensor([scale]), torch.ones(1))
+    error = attention_error(seen, (plugin, plugin), torch.tensor([scale]), torch.ones(1))
     exact = 0.76159
     assert error == pytest.approx(abs(got - exact) / (1 + exact**2) ** 0.5, rel=2e-2, abs=1e-3)
 
@@ -164,12 +165,13 @@ def logits(model: Model, scales: dict[str, KVScales] | None) -> torch.Tensor:
 
     def bind(spec: AttentionSpec, blocks: int) -> object:
         name = next(names)
-        plugin = AutoKV() if scales is None else E4M3
+        plugin = AutoKV if scales is None else Fp8E4M3KV
+        k, v = plugin(spec, "k", torch.float32), plugin(spec, "v", torch.float32)
         one = torch.ones(spec.num_kv_heads)
         own = KVScales(one, one) if scales is None else scales[name]
-        layout = plugin.layout(spec, BLOCK_SIZE, torch.float32)
+        layout = KVLayout.of(BLOCK_SIZE, k.layout(BLOCK_SIZE), v.layout(BLOCK_SIZE))
         storage = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
-        return bind_kv_layer(plugin, spec, layout, storage, own, CPU, torch.float32)
+        return bind_kv_layer(k, v, layout, storage, own, CPU)
 
     return PagedRun(model, [IDS], bind).run()[0]  # type: ignore[arg-type]
 
@@ -248,7 +250,7 @@ def test_other_kv_dtypes_and_places(tmp_path: Path) -> None:
         assert "per tensor" in b.scales.scales["model.layers.1.self_attn"].source
     other = built(folder, kv_scales=str(out), kv_cache_dtype="fp8_e5m2")
     assert "is for KV dtype fp8_e4m3" in other.scales.warnings[0]
-    assert "stores values unscaled" in built(folder, kv_scales=str(out), kv_cache_dtype="auto").scales.notes[0]
+    assert "takes no scales" in built(folder, kv_scales=str(out), kv_cache_dtype="auto").scales.notes[0]
     with pytest.raises(CheckpointError, match=r"holds no kv_scales\.safetensors"):
         built(folder, kv_scales=str(tmp_path))
 
@@ -286,7 +288,7 @@ def test_weights_and_scales_in_one_pass(tmp_path: Path) -> None:
     """Values are measured behind the weights that are served: AWQ's factors change them."""
     folder = make_tiny(tmp_path / "model", dtype="float16")
     weights = weights_option("awq", group_size=64)
-    both = RunOptions(weights, KVOptions(E4M3, "head", "amax"), device="cpu", feed="quantised")
+    both = RunOptions(weights, KVOptions(Fp8E4M3KV, "head", "amax"), device="cpu", feed="quantised")
     make_copy(folder, tmp_path / "both", texts(), both)
     b = built(tmp_path / "both")
     assert "calibration file" in b.scales.scales["model.layers.0.self_attn"].source
@@ -322,6 +324,6 @@ def test_a_quantised_checkpoint_gets_scales_too(tmp_path: Path) -> None:
 
 def test_what_takes_no_scales_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes no scales"):
-        KVOptions(AutoKV())
+        KVOptions(AutoKV)
     with pytest.raises(ConfigError, match="--method"):
-        KVOptions(E4M3, method="guess")
+        KVOptions(Fp8E4M3KV, method="guess")

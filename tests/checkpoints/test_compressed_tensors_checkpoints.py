@@ -25,8 +25,9 @@ from load_model import plan_folder
 from qengine.errors import CheckpointError
 from qengine.layers.attention import KVLayer
 from qengine.layers.kv_layer import bind_kv_layer
-from qengine.plugin import AttentionSpec, KVScales
+from qengine.plugin import AttentionSpec, KVLayout, KVScales
 from qengine.plugin.discovery import load_plugin
+from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.kv_scales import resolve_kv_scales
 from qengine.runtime.loader import load
 from qengine_compressed_tensors.fp8 import Fp8Scheme
@@ -176,8 +177,9 @@ def test_kv_scales_of_the_file_are_the_ones_used(name: str, checkpoints: Path) -
     """Per tensor or per head, by the checkpoint's own names; the model then still says what it says without them."""
     folder = checkpoints / name
     model, plan, checkpoint = plan_folder(folder)
-    plugin = load_plugin("kv", "fp8")()
-    scales = resolve_kv_scales(checkpoint, model.attention, plugin, settings(folder))
+    plugin = load_plugin("kv", "fp8")
+    kv = KVDtypes.uniform(model.attention, plugin)
+    scales = resolve_kv_scales(checkpoint, model.attention, kv, settings(folder))
     assert len(scales.consumed) == 2 * len(model.attention) and not scales.warnings
     for layer in model.attention:
         for kind in ("k", "v"):
@@ -190,11 +192,12 @@ def test_kv_scales_of_the_file_are_the_ones_used(name: str, checkpoints: Path) -
         layers = iter(scales.scales.values())
 
         def bind(spec: AttentionSpec, num_blocks: int) -> KVLayer:
-            layout = plugin.layout(spec, BLOCK_SIZE, torch.float32)
+            k, v = plugin(spec, "k", torch.float32), plugin(spec, "v", torch.float32)
+            layout = KVLayout.of(BLOCK_SIZE, k.layout(BLOCK_SIZE), v.layout(BLOCK_SIZE))
             storage = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
             own = next(layers)
             own = KVScales(own.k * factor, own.v * factor)
-            return bind_kv_layer(plugin, spec, layout, storage, own, model.ctx.info, torch.float32)
+            return bind_kv_layer(k, v, layout, storage, own, model.ctx.info)
 
         return torch.stack(PagedRun(model, ids, bind).run())
 

@@ -13,6 +13,7 @@ from load_model import plan_folder
 from qengine.errors import CheckpointError
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 
 RUBBISH = "llmcompressor081-fp8-dynamic-kv8"
@@ -23,7 +24,7 @@ NAMES = [name for name in folders("") if re.search(r"(kv8|attn8)", name)]
 def resolved(folder: Path, kv: str) -> tuple[ResolvedScales, Checkpoint]:
     model, _, checkpoint = plan_folder(folder)
     config = checkpoint.quant.config if checkpoint.quant else None
-    return resolve_kv_scales(checkpoint, model.attention, load_plugin("kv", kv)(), config), checkpoint
+    return resolve_kv_scales(checkpoint, model.attention, KVDtypes.uniform(model.attention, load_plugin("kv", kv)), config), checkpoint
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != RUBBISH])

@@ -65,7 +65,7 @@ def test_dense_model_and_its_plan(tmp_path: Path, capsys: Capture) -> None:
     found = inspect(capsys, *args)
     assert found[""][0] == f"Model: {tmp_path}" and found[""][-1] == "It can be served."
     # 2 layers, K and V, 2 heads of 64 values, 4 bytes each.
-    assert "KV cache: auto, 2,048 bytes for one token" in found["On this machine"]
+    assert {"KV cache: auto", "KV cache bytes for one token: 2,048"} <= set(found["On this machine"])
     fp8 = inspect(capsys, *args, "--kv-dtype", "fp8")["On this machine"]
     assert "KV cache: fp8_e4m3, 512 bytes for one token" in fp8
     for start in ("Memory plan: ", "KV cache size: "):

@@ -90,8 +90,10 @@ def small_kernels(dtype: str) -> Iterator[Variant]:
 def cache_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
     encode = FUNCTIONS[format][0]
     constants, options = split_options(write_kv_config(8, 128))
-    constants |= {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "ENCODE": encode, "NATIVE": native}
-    types = {"p_k": dtype, "p_v": dtype, "p_cache": dtype if format == "same" else "u8", "p_slots": "i64"}
+    constants |= {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "NATIVE": native}
+    constants |= {"K_WRITE": encode, "K_ROWS": False, "V_WRITE": encode, "V_ROWS": False}
+    stored = dtype if format == "same" else "u8"
+    types = {"p_k": dtype, "p_v": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_slots": "i64"}
     types |= {"p_k_inverse": "fp32", "p_v_inverse": "fp32"}
     yield Variant(f"write_kv {dtype} {format} native={native}", write_kv_kernel, types, constants, options)
 
@@ -102,13 +104,14 @@ def attention(
     """shape = (query heads per KV head, head_dim)."""
     group, head_dim = shape
     stored = dtype if format == "same" else "u8"
-    tile: AttentionTile = attention_tile(chip, group, head_dim, ITEM[stored], ITEM[dtype], decode)
+    tile: AttentionTile = attention_tile(chip, group, head_dim, (ITEM[stored],) * 2, ITEM[dtype], decode)
     constants = {
         "HEADS": 8 * group, "GROUP": group, "TILE_HEADS": tile.heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16,
-        "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "DECODE": FUNCTIONS[format][1], "NATIVE": native,
+        "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "NATIVE": native,
+        "K_READ": FUNCTIONS[format][1], "K_ROWS": False, "V_READ": FUNCTIONS[format][1], "V_ROWS": False,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
-    types = {"p_q": dtype, "p_cache": stored, "p_out": dtype, "scale": "fp32", "soft_cap": "fp32"}
+    types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype, "scale": "fp32", "soft_cap": "fp32"}
     types |= {"p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
     for name in ("p_partial", "p_partial_max", "p_partial_sum", "p_k_scale", "p_v_scale"):
         types[name] = "fp32"
@@ -122,9 +125,11 @@ def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -
     types = {"p_partial": "fp32", "p_partial_max": "fp32", "p_partial_sum": "fp32", "p_out": dtype, "p_v_scale": "fp32"}
     constants = {"GROUP": 4, "HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SPLITS": 8}
     yield Variant(f"combine d{head_dim} {dtype}", combine_kernel, types, constants)
-    types = {"p_cache": dtype if format == "same" else "u8", "p_k_out": dtype, "p_v_out": dtype, "p_blocks": "i32"}
+    stored = dtype if format == "same" else "u8"
+    types = {"p_k_cache": stored, "p_v_cache": stored, "p_k_out": dtype, "p_v_out": dtype, "p_blocks": "i32"}
     types |= {"p_k_scale": "fp32", "p_v_scale": "fp32"}
-    constants = {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "DECODE": FUNCTIONS[format][1], "NATIVE": native}
+    constants = {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "NATIVE": native}
+    constants |= {"K_READ": FUNCTIONS[format][1], "K_ROWS": False, "V_READ": FUNCTIONS[format][1], "V_ROWS": False}
     constants |= {"BLOCK_N": 32, "BLOCK_D": block_d}
     yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
 
@@ -305,7 +310,7 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = variant.types.get(name, "i32")
-            known = ("n", "k", "block_elements", "k_offset", "v_offset", *variant.aligned)
+            known = ("n", "k", *variant.aligned)
             if name.endswith("stride") or name in known:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {(names.index(k),): v for k, v in variant.constants.items()}

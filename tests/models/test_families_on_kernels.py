@@ -33,7 +33,7 @@ from qengine.layers.kv_layer import bind_kv_layer
 from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
 from qengine.models.registry import build_model
-from qengine.plugin import AttentionSpec, KVScales, TensorInfo
+from qengine.plugin import AttentionSpec, KVLayout, KVScales, TensorInfo
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.device import select_device
 from torch_kv import BLOCK_SIZE, PagedRun
@@ -82,13 +82,14 @@ def loaded_on(device: str, dtype: torch.dtype, config: PretrainedConfig, state: 
 
 
 def binder(model: Any, kv_dtype: str) -> Callable[[AttentionSpec, int], KVLayer]:
-    plugin, ctx = load_plugin("kv", kv_dtype)(), model.ctx
+    plugin, ctx = load_plugin("kv", kv_dtype), model.ctx
 
     def bind(spec: AttentionSpec, num_blocks: int) -> KVLayer:
-        layout = plugin.layout(spec, BLOCK_SIZE, ctx.dtype)
+        k, v = plugin(spec, "k", ctx.dtype), plugin(spec, "v", ctx.dtype)
+        layout = KVLayout.of(BLOCK_SIZE, k.layout(BLOCK_SIZE), v.layout(BLOCK_SIZE))
         storage = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=ctx.device)
         one = torch.ones(spec.num_kv_heads)
-        return bind_kv_layer(plugin, spec, layout, storage, KVScales(one, one), ctx.info, ctx.dtype)
+        return bind_kv_layer(k, v, layout, storage, KVScales(one, one), ctx.info)
 
     return bind
 

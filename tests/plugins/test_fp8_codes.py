@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from qengine.plugin import AttentionSpec
 from qengine_kv_fp8.backend import Fp8E4M3KV, Fp8E5M2KV, Fp8KV
 
-FORMATS = {"e4m3": (Fp8E4M3KV(), 3, 7, 448.0), "e5m2": (Fp8E5M2KV(), 2, 15, 57344.0)}
+E4M3, E5M2 = (plugin(AttentionSpec(1, 1, 16, 1.0), "k", torch.float32) for plugin in (Fp8E4M3KV, Fp8E5M2KV))
+FORMATS = {"e4m3": (E4M3, 3, 7, 448.0), "e5m2": (E5M2, 2, 15, 57344.0)}
 
 
 def values_of(name: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import torch
 from awq_files import write_linear
 from paged_cases import empty_storage, paged_case
 from qengine.layers.kv_layer import bind_kv_layer
-from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVScales, LinearShard, LinearSpec
+from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVLayout, KVScales, LinearShard, LinearSpec
 from qengine_awq.backend import AwqScheme
 from qengine_awq.layouts import LAYOUTS
 from qengine_dense.backend import DenseScheme
@@ -85,37 +85,39 @@ def test_dense(dtype: torch.dtype) -> None:
     assert relative_error(op(x.to(GPU)).cpu(), want) < 8e-3
 
 
-@pytest.mark.parametrize("plugin", [AutoKV(), Fp8E4M3KV(), Fp8E5M2KV()], ids=lambda p: p.name)
-def test_kv_layer(plugin: KVDtype) -> None:
+@pytest.mark.parametrize("plugin", [AutoKV, Fp8E4M3KV, Fp8E5M2KV], ids=lambda p: p.name)
+def test_kv_layer(plugin: type[KVDtype]) -> None:
     """A prompt and decodes through the cache that `bind_kv_layer` picks on CUDA."""
     torch.manual_seed(0)
     spec = AttentionSpec(8, 2, 64, 0.125)
     case = paged_case(spec, [1, 40], [1, 40], torch.float16, GPU)
-    layout = plugin.layout(spec, 16, torch.float16)
+    sides = plugin(spec, "k", torch.float16), plugin(spec, "v", torch.float16)
+    layout = KVLayout.of(16, *(side.layout(16) for side in sides))
     one = plugin.max_value is None
     k_scale = torch.ones(2) if one else torch.tensor([0.02, 0.05])
     v_scale = torch.ones(2) if one else torch.tensor([0.03, 0.01])
     storage = empty_storage(layout, len(case.keys), GPU)
-    cache = bind_kv_layer(plugin, spec, layout, storage, KVScales(k_scale, v_scale), info(), torch.float16)
+    cache = bind_kv_layer(*sides, layout, storage, KVScales(k_scale, v_scale), info())
     cache.write(case.cached(case.keys).half(), case.cached(case.values).half(), case.batch, 0)
     got = cache.attend(case.q, case.batch, 0).cpu()
 
-    def through(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        stored = plugin.encode(x.cpu() * (1.0 / scale)[:, None]).to(layout.dtype)
-        return plugin.decode(stored, torch.float32) * scale[:, None]
+    def through(x: torch.Tensor, scale: torch.Tensor, side: KVDtype) -> torch.Tensor:
+        stored = side.encode(x.cpu() * (1.0 / scale)[:, None]).to(side.layout(16).dtype)
+        return side.decode(stored, torch.float32) * scale[:, None]
 
-    k, v = through(case.keys, k_scale), through(case.values, v_scale)
+    k, v = through(case.keys, k_scale, sides[0]), through(case.values, v_scale, sides[1])
     want = paged_attention_reference(
         case.q.cpu(), k, v, case.tables.cpu(), case.batch.host_query_lens, case.batch.host_seq_lens, spec.scale
     )
     assert relative_error(got, want) < 3e-3
 
 
-@pytest.mark.parametrize("plugin", [Fp8E4M3KV(), Fp8E5M2KV()], ids=lambda p: p.name)
-def test_torch_twins_on_the_gpu(plugin: KVDtype) -> None:
+@pytest.mark.parametrize("plugin", [Fp8E4M3KV, Fp8E5M2KV], ids=lambda p: p.name)
+def test_torch_twins_on_the_gpu(plugin: type[KVDtype]) -> None:
+    side = plugin(AttentionSpec(1, 1, 16, 1.0), "k", torch.float16)
     codes = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(
-        plugin.decode(codes.to(GPU), torch.float32).cpu(), plugin.decode(codes, torch.float32), equal_nan=True
+        side.decode(codes.to(GPU), torch.float32).cpu(), side.decode(codes, torch.float32), equal_nan=True
     )
     x = torch.cat([torch.randn(10_000) * 100, torch.tensor([float("nan"), 1e9, -1e9, -0.0])])
-    assert torch.equal(plugin.encode(x.to(GPU)).cpu(), plugin.encode(x))
+    assert torch.equal(side.encode(x.to(GPU)).cpu(), side.encode(x))

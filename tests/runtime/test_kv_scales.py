@@ -9,6 +9,7 @@ from qengine.errors import CheckpointError
 from qengine.layers.attention import Attention
 from qengine.layers.module import ModelContext
 from qengine.plugin import AttentionSpec, DeviceInfo, TensorInfo
+from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.kv_scales import SPELLINGS, ResolvedScales, resolve_kv_scales
 from qengine.runtime.safetensors_file import CODES
 from qengine_dense.kv import AutoKV
@@ -38,7 +39,7 @@ def attention() -> list[Attention]:
 
 
 def found(values: dict[str, torch.Tensor], **config: object) -> ResolvedScales:
-    return resolve_kv_scales(Tensors(values), attention(), Fp8E4M3KV(), config)
+    return resolve_kv_scales(Tensors(values), layers := attention(), KVDtypes.uniform(layers, Fp8E4M3KV), config)
 
 
 def value(x: float, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -172,7 +173,7 @@ def test_scales_of_another_cache_are_refused(config: dict[str, object]) -> None:
     values = both(RANKED[0], 0.5)
     with pytest.raises(CheckpointError, match=r"made for another KV cache.*need: float 8.*--kv-dtype auto"):
         found(values, **config)
-    resolve_kv_scales(Tensors(values), attention(), AutoKV(), config)
+    resolve_kv_scales(Tensors(values), layers := attention(), KVDtypes.uniform(layers, AutoKV), config)
     for fine in ({"quantization": {"kv_cache_quant_algo": "FP8"}}, {"kv_cache_scheme": "static"}):
         assert found(values, **fine).scales[LAYERS[0]].k.tolist() == [0.5, 0.5]
 
@@ -194,12 +195,12 @@ def test_query_scales_are_noted_and_zero_points_checked() -> None:
     with pytest.raises(CheckpointError, match="k_zero_point is not zero"):
         found(values)
     # A cache without scales needs no zero points either.
-    resolve_kv_scales(Tensors(values), attention(), AutoKV())
+    resolve_kv_scales(Tensors(values), layers := attention(), KVDtypes.uniform(layers, AutoKV))
 
 
 def test_a_cache_without_scales_says_that_they_are_not_used() -> None:
     values = {f"{layer}.{k}_scale": value(0.5) for layer in LAYERS for k in "kv"}
-    out = resolve_kv_scales(Tensors(values), attention(), AutoKV())
+    out = resolve_kv_scales(Tensors(values), layers := attention(), KVDtypes.uniform(layers, AutoKV))
     assert out.consumed == set(values) and "not used" in out.notes[0]
     assert out.scales[LAYERS[0]].k.tolist() == [1.0, 1.0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,9 @@ class CpuPagedKV:
 
     storage           uint8 [num_blocks, at least layout.block_bytes]; block 0 is the null block and stays zero
     k_scale, v_scale  float32 [num_kv_heads], multiply-to-dequantise; folded into the query and the result
-    encode, decode    the KV dtype's torch functions: [..., head_dim] float -> [..., row] stored, and back as the given
-                      float dtype
+    k_format, ...     objects with `encode` and `decode` (`qengine.plugin.KVDtype`): [..., head_dim] float -> [..., row]
+                      stored, and back as the given float dtype
+    together          whether K and V are stored alike, so that either format may code both in one call
     """
 
     def __init__(
@@ -45,15 +46,19 @@ class CpuPagedKV:
         spec: Any,
         k_scale: torch.Tensor,
         v_scale: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        k_format: Any,
+        v_format: Any,
+        together: bool,
     ) -> None:
         self.spec, self.layout = spec, layout
-        self.encode, self.decode = encode, decode
-        self.map = RowMap.of(layout, spec.num_kv_heads, storage.shape[1])
-        self.rows = self.map.view(storage, layout.dtype)
-        self.stored = (spec.num_kv_heads, layout.row)
-        self.key = repr((self.map, spec.num_heads, spec.sliding_window, spec.soft_cap))
+        k_offset, v_offset = layout.k_offset, layout.v_offset
+        self.formats = [k_format] if together else [k_format, v_format]
+        self.sides = [layout.k] if together else [layout.k, layout.v]
+        places = [(k_offset, v_offset)] if together else [(k_offset,), (v_offset,)]
+        heads, size = spec.num_kv_heads, storage.shape[1]
+        self.maps = tuple(RowMap.of(s, o, heads, size) for s, o in zip(self.sides, places, strict=True))
+        self.rows = [m.view(storage, s.dtype) for m, s in zip(self.maps, self.sides, strict=True)]
+        self.key = repr((self.maps, spec.num_heads, spec.sliding_window, spec.soft_cap))
         scales = torch.stack([k_scale, v_scale]).float()
         self.inverse = None if bool((scales == 1).all()) else (1.0 / scales)[:, None, :, None]
         group = spec.num_heads // spec.num_kv_heads
@@ -73,12 +78,13 @@ class CpuPagedKV:
         key = ("cpu write", group, self.key)
         rows = batch.scratch.get(key)
         if rows is None:
-            rows = batch.scratch[key] = write_rows(batch, group, self.map)
+            rows = batch.scratch[key] = write_rows(batch, group, self.maps)
         x = torch.stack([k, v])
         if self.inverse is not None:
             x = x * self.inverse
-        stored = self.encode(x).to(self.layout.dtype)
-        self.rows.index_copy_(0, rows, stored.view(-1, self.map.width))
+        for i, part in enumerate((x,) if len(rows) == 1 else x.unbind(0)):
+            stored = self.formats[i].encode(part).to(self.sides[i].dtype)
+            self.rows[i].index_copy_(0, rows[i], stored.view(-1, self.maps[i].width))
 
     def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens."""
@@ -86,7 +92,7 @@ class CpuPagedKV:
         key = ("cpu attend", group, self.key)
         plan: Plan | None = batch.scratch.get(key)
         if plan is None:
-            plan = batch.scratch[key] = make_plan(batch, group, self.spec, self.map, threads)
+            plan = batch.scratch[key] = make_plan(batch, group, self.spec, self.maps, threads)
         x = q.to(torch.float32)
         if self.q_factor is not None:
             x = x * self.q_factor
@@ -102,11 +108,13 @@ class CpuPagedKV:
             out = out * self.v_factor
         return out.to(q.dtype)
 
-    def _gather(self, rows: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, rows: tuple[torch.Tensor, ...], *shape: int) -> list[torch.Tensor]:
         """K and V of the given rows, decoded but not scaled: float32 [*shape, num_kv_heads, head_dim] each."""
-        stored = self.rows.index_select(0, rows).view(2, *shape, *self.stored)
-        k, v = self.decode(stored, torch.float32).unbind(0)
-        return k, v
+        out: list[torch.Tensor] = []
+        for i, index in enumerate(rows):
+            stored = self.rows[i].index_select(0, index).view(-1, *shape, self.spec.num_kv_heads, self.sides[i].row)
+            out += self.formats[i].decode(stored, torch.float32).unbind(0)
+        return out
 
     def _decodes(self, q: torch.Tensor, plan: Plan, threads: int) -> torch.Tensor:
         """q [num_decodes, heads, D] -> the same shape."""

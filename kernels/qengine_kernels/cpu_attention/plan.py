@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qengine_kernels.cpu_attention.rows import RowMap
+from qengine_kernels.cpu_attention.rows import Maps, rows_of
 
 DECODE_ELEMENTS = 1 << 17
 """K and V elements gathered at a time on one thread: 512 KiB of float32, so that gather, decode and both products stay
@@ -29,13 +29,13 @@ SCORE_ELEMENTS = 1 << 24
 
 @dataclass
 class DecodePart:
-    """Decodes first..last-1 in sorted order: `rows` of [2, batch, length, pieces]; `mask` float [batch, 1, 1, length]
-    (0 or -inf), None when all have the full length."""
+    """Decodes first..last-1 in sorted order: `rows` for each of the layer's maps, of [sides, batch, length, pieces];
+    `mask` float [batch, 1, 1, length] (0 or -inf), None when all have the full length."""
 
     first: int
     last: int
     length: int
-    rows: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
     mask: torch.Tensor | None
 
 
@@ -47,7 +47,7 @@ class PrefillPart:
     first: int
     last: int
     length: int
-    rows: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
     mask: torch.Tensor | None
 
 
@@ -63,14 +63,14 @@ class Plan:
     decode_elements: int
 
 
-def write_rows(batch: Any, group: int, rows: RowMap) -> torch.Tensor:
-    """Flat row indices of [2, num_tokens, pieces] where this step's K and V go."""
+def write_rows(batch: Any, group: int, maps: Maps) -> tuple[torch.Tensor, ...]:
+    """For each map, flat row indices of [sides, num_tokens, pieces] where this step's K and V go."""
     slots = batch.groups[group].slot_mapping
     size = batch.block_size
-    return rows.rows(torch.div(slots, size, rounding_mode="floor"), slots % size)
+    return rows_of(maps, torch.div(slots, size, rounding_mode="floor"), slots % size)
 
 
-def make_plan(batch: Any, group: int, spec: Any, rows: RowMap, threads: int) -> Plan:
+def make_plan(batch: Any, group: int, spec: Any, maps: Maps, threads: int) -> Plan:
     tables = batch.groups[group].block_tables.long()
     n = batch.num_decodes
     width = 2 * spec.num_kv_heads * spec.head_dim
@@ -89,12 +89,12 @@ def make_plan(batch: Any, group: int, spec: Any, rows: RowMap, threads: int) -> 
         blocks, offsets = token_slots(table, first_key, torch.tensor(sorted_counts), batch.block_size)
         for a, b in cut(sorted_counts, max(limit // width, 1)):
             length = sorted_counts[b - 1]
-            part_rows = rows.rows(blocks[a:b, :length], offsets[a:b, :length])
+            part_rows = rows_of(maps, blocks[a:b, :length], offsets[a:b, :length])
             decodes.append(DecodePart(a, b, length, part_rows, length_mask(sorted_counts[a:b], length)))
     else:
         index = None
     back = None if index is None else torch.empty_like(index).scatter_(0, index, torch.arange(n))
-    prefills = prefill_parts(batch, tables, spec, rows)
+    prefills = prefill_parts(batch, tables, spec, maps)
     return Plan(n, index, back, decodes, prefills, sum(counts) * width)
 
 
@@ -129,7 +129,7 @@ def length_mask(counts: list[int], length: int) -> torch.Tensor | None:
     return torch.zeros(len(counts), 1, 1, length).masked_fill_(hidden[:, None, None], float("-inf"))
 
 
-def prefill_parts(batch: Any, tables: torch.Tensor, spec: Any, rows: RowMap) -> list[PrefillPart]:
+def prefill_parts(batch: Any, tables: torch.Tensor, spec: Any, maps: Maps) -> list[PrefillPart]:
     parts = []
     first = batch.num_decodes
     for s in range(batch.num_decodes, batch.num_seqs):
@@ -140,7 +140,7 @@ def prefill_parts(batch: Any, tables: torch.Tensor, spec: Any, rows: RowMap) -> 
             oldest = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
             keys = torch.arange(oldest, stop)
             blocks = tables[s].index_select(0, torch.div(keys, batch.block_size, rounding_mode="floor"))
-            part_rows = rows.rows(blocks, keys % batch.block_size)
+            part_rows = rows_of(maps, blocks, keys % batch.block_size)
             mask = causal_mask(position, end - begin, keys, spec.sliding_window)
             parts.append(PrefillPart(first + begin, first + end, stop - oldest, part_rows, mask))
         first += n

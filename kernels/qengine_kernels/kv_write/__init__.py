@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from qengine_kernels.kv_side import CacheSide
 
 
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
-    storage: torch.Tensor,
-    layout: Any,
+    k_side: CacheSide,
+    v_side: CacheSide,
     slot_mapping: torch.Tensor,
-    k_inverse_scale: torch.Tensor,
-    v_inverse_scale: torch.Tensor,
-    encode: Any,
+    block_size: int,
     native: bool,
 ) -> None:
     """Store token t's K and V at slot slot_mapping[t], encoded; a negative slot is skipped.
 
-    k, v             [T, Hkv, D] float, any strides but 1 in the last dimension
-    storage          uint8 [num_blocks, at least layout.block_bytes]
-    layout           where vectors lie in a block (an object with the fields of `qengine.plugin.KVLayout`)
-    slot_mapping     int64 [T]: block * block_size + offset
-    *_inverse_scale  float32 [Hkv]; values are multiplied by it before `encode(x, NATIVE)`, a Triton device function
+    k, v          [T, Hkv, D] float, any strides but 1 in the last dimension
+    slot_mapping  int64 [T]: block * block_size + offset
+    native        whether the sides' device functions may use hardware conversions
 
     Runs one Triton kernel (on CPU tensors: Triton's interpreter).
     """
     from qengine_kernels.kv_write.kernel import launch_write_kv
 
-    launch_write_kv(k, v, storage, layout, slot_mapping, k_inverse_scale, v_inverse_scale, encode, native)
+    launch_write_kv(k, v, k_side, v_side, slot_mapping, block_size, native)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from qengine_kernels.kv_side import side_view
+
 
 def write_kv_reference(
     k: torch.Tensor,
@@ -16,16 +18,21 @@ def write_kv_reference(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
-    encode: Callable[[torch.Tensor], torch.Tensor],
+    k_encode: Callable[[torch.Tensor], torch.Tensor],
+    v_encode: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Like `qengine_kernels.kv_write.write_kv`, with a torch `encode` and scales that are divided by."""
-    cache = storage.view(layout.dtype)
-    for x, scale, offset in ((k, k_scale, layout.k_offset), (v, v_scale, layout.v_offset)):
+    """Like `qengine_kernels.kv_write.write_kv`, into uint8 storage as `layout` says (it has the fields of
+    `qengine.plugin.KVLayout`), with torch's `encode` of each side and scales that are divided by."""
+    for x, scale, side, offset, encode in (
+        (k, k_scale, layout.k, layout.k_offset, k_encode),
+        (v, v_scale, layout.v, layout.v_offset, v_encode),
+    ):
+        cache = side_view(storage, side, offset)
         rows = encode(x.float() / scale.float()[:, None])
         for t, slot in enumerate(slot_mapping.tolist()):
             if slot < 0:
                 continue
-            start = offset + (slot % layout.block_size) * layout.token_stride
+            start = slot % layout.block_size * side.token_stride
             for h in range(x.shape[1]):
-                at = start + h * layout.head_stride
-                cache[slot // layout.block_size, at : at + layout.row] = rows[t, h]
+                at = start + h * side.head_stride
+                cache[slot // layout.block_size, at : at + side.row] = rows[t, h]

@@ -24,20 +24,21 @@ class AttentionTile:
     num_stages: int
 
 
-def shared_bytes(chip: Chip, tile: AttentionTile, stored: int, computed: int) -> int:
+def shared_bytes(chip: Chip, tile: AttentionTile, stored: tuple[int, int], computed: int) -> int:
     """An upper estimate of shared memory: staged K and V as stored, their decoded tiles, q and the probabilities.
     Without tensor cores the float32 result also passes through it.
 
-    `stored` and `computed` are bytes of one cache element and of one element of the compute dtype.
+    `stored` and `computed` are bytes of one cache element of K and of V, and of one element of the compute dtype.
     """
-    staged = 2 * max(tile.num_stages - 1, 1) * tile.block_n * tile.block_d * stored
-    decoded = 2 * tile.block_n * tile.block_d * computed if stored != computed else 0
+    elements = tile.block_n * tile.block_d
+    staged = max(tile.num_stages - 1, 1) * elements * sum(stored)
+    decoded = elements * computed * sum(size != computed for size in stored)
     result = 0 if chip.tensor_cores else 4 * tile.block_m * tile.block_d
     return staged + decoded + result + tile.block_m * (tile.block_d + tile.block_n) * computed
 
 
 def attention_tile(
-    chip: Chip, group: int, head_dim: int, stored: int, computed: int, decode: bool
+    chip: Chip, group: int, head_dim: int, stored: tuple[int, int], computed: int, decode: bool
 ) -> AttentionTile:
     """The largest tile of a short list that fits the chip's shared memory.
 

@@ -26,10 +26,23 @@ def _soft_cap(x, cap):
     return tl.where(x < 0.0, -b_size, b_size)
 
 
+@triton.jit
+def load_tile(
+    p_rows, o_dim, row_mask, READ: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Decoded values o_dim of the rows that start at p_rows, 0 where masked; the three are broadcast against each
+    other. READ decodes elements, or with ROWS loads rows."""
+    if ROWS:
+        return READ(p_rows, o_dim, row_mask, HEAD_DIM, NATIVE)
+    else:
+        return READ(tl.load(p_rows + o_dim, mask=row_mask & (o_dim < HEAD_DIM), other=0), NATIVE)
+
+
 @triton.jit(do_not_specialize=["first_sequence", "splits", "table_stride"])
 def paged_attention_kernel(
     p_q,
-    p_cache,
+    p_k_cache,
+    p_v_cache,
     p_out,
     p_partial,
     p_partial_max,
@@ -46,11 +59,12 @@ def paged_attention_kernel(
     table_stride,
     q_stride,
     q_head_stride,
-    block_elements,
-    k_offset,
-    v_offset,
-    token_stride,
-    head_stride,
+    k_block_stride,
+    k_token_stride,
+    k_row_stride,
+    v_block_stride,
+    v_token_stride,
+    v_row_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -59,7 +73,10 @@ def paged_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
-    DECODE: tl.constexpr,
+    K_READ: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    V_READ: tl.constexpr,
+    V_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,15 +126,15 @@ def paged_attention_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         p_blocks = p_table + i_sequence.to(tl.int64) * table_stride
-        p_head = p_cache + i_kv.to(tl.int64) * head_stride
+        p_k_head = p_k_cache + i_kv.to(tl.int64) * k_row_stride
+        p_v_head = p_v_cache + i_kv.to(tl.int64) * v_row_stride
         for i_n in tl.range(begin, end, BLOCK_N):
             o_n = i_n + tl.arange(0, BLOCK_N)
             n_mask = (o_n >= low) & (o_n < end)
             i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=n_mask, other=0).to(tl.int64)
-            o_row = i_block * block_elements + (o_n % BLOCK_SIZE) * token_stride
-            p_k = p_head + k_offset + o_row[None, :] + o_d[:, None]
-            b_k = DECODE(tl.load(p_k, mask=d_mask[:, None] & n_mask[None, :], other=0), NATIVE).to(b_q.dtype)
-            b_s = tl.dot(b_q, b_k, input_precision="ieee") * b_k_scale
+            p_rows = p_k_head + i_block * k_block_stride + (o_n % BLOCK_SIZE) * k_token_stride
+            b_k = load_tile(p_rows[None, :], o_d[:, None], n_mask[None, :], K_READ, K_ROWS, HEAD_DIM, NATIVE)
+            b_s = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee") * b_k_scale
             if SOFT_CAP:
                 b_s = _soft_cap(b_s, soft_cap)
             visible = n_mask[None, :] & (o_n[None, :] <= o_position[:, None])
@@ -130,9 +147,9 @@ def paged_attention_kernel(
             b_p = tl.exp2(b_s - b_shift[:, None])
             b_fade = tl.exp2(b_max - b_shift)
             b_sum = b_sum * b_fade + tl.sum(b_p, axis=1)
-            p_v = p_head + v_offset + o_row[:, None] + o_d[None, :]
-            b_v = DECODE(tl.load(p_v, mask=n_mask[:, None] & d_mask[None, :], other=0), NATIVE).to(b_q.dtype)
-            b_acc = b_acc * b_fade[:, None] + tl.dot(b_p.to(b_q.dtype), b_v, input_precision="ieee")
+            p_rows = p_v_head + i_block * v_block_stride + (o_n % BLOCK_SIZE) * v_token_stride
+            b_v = load_tile(p_rows[:, None], o_d[None, :], n_mask[:, None], V_READ, V_ROWS, HEAD_DIM, NATIVE)
+            b_acc = b_acc * b_fade[:, None] + tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
             b_max = b_new_max
 
         o_row = o_token * HEADS + o_head
@@ -189,7 +206,8 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["low", "high"])
 def gather_kernel(
-    p_cache,
+    p_k_cache,
+    p_v_cache,
     p_k_out,
     p_v_out,
     p_blocks,
@@ -197,14 +215,18 @@ def gather_kernel(
     p_v_scale,
     low,
     high,
-    block_elements,
-    k_offset,
-    v_offset,
-    token_stride,
-    head_stride,
+    k_block_stride,
+    k_token_stride,
+    k_row_stride,
+    v_block_stride,
+    v_token_stride,
+    v_row_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    DECODE: tl.constexpr,
+    K_READ: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    V_READ: tl.constexpr,
+    V_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -214,13 +236,13 @@ def gather_kernel(
     i_kv = tl.program_id(1).to(tl.int64)
     o_local = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_n = low + o_local
-    o_d = tl.arange(0, BLOCK_D)
-    mask = (o_n < high)[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    n_mask = (o_n < high)[:, None]
     i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=o_n < high, other=0).to(tl.int64)
-    o_row = i_block * block_elements + (o_n % BLOCK_SIZE) * token_stride + i_kv * head_stride
-    o_out = (i_kv * (high - low) + o_local)[:, None] * HEAD_DIM + o_d[None, :]
-    p_row = p_cache + o_row[:, None] + o_d[None, :]
-    b_k = DECODE(tl.load(p_row + k_offset, mask=mask, other=0), NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
-    tl.store(p_k_out + o_out, b_k.to(p_k_out.dtype.element_ty), mask=mask)
-    b_v = DECODE(tl.load(p_row + v_offset, mask=mask, other=0), NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
-    tl.store(p_v_out + o_out, b_v.to(p_v_out.dtype.element_ty), mask=mask)
+    o_out = (i_kv * (high - low) + o_local)[:, None] * HEAD_DIM + o_d
+    p_rows = p_k_cache + (i_block * k_block_stride + (o_n % BLOCK_SIZE) * k_token_stride + i_kv * k_row_stride)[:, None]
+    b_k = load_tile(p_rows, o_d, n_mask, K_READ, K_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
+    tl.store(p_k_out + o_out, b_k.to(p_k_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))
+    p_rows = p_v_cache + (i_block * v_block_stride + (o_n % BLOCK_SIZE) * v_token_stride + i_kv * v_row_stride)[:, None]
+    b_v = load_tile(p_rows, o_d, n_mask, V_READ, V_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
+    tl.store(p_v_out + o_out, b_v.to(p_v_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from qengine_kernels.kv_side import CacheSide
 from qengine_kernels.kv_write import write_kv
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
 from qengine_kernels.paged_attention.config import AttentionTile, attention_tile, decode_splits
@@ -23,7 +24,7 @@ class TritonPagedKV:
     storage        uint8 [num_blocks, at least layout.block_bytes]; block 0 is the null block and holds zeros
     layout, spec   objects with the fields of `qengine.plugin.KVLayout` and `AttentionSpec`
     k_scale, ...   float32 [num_kv_heads], multiply-to-dequantise
-    functions      an object with `encode` and `decode`, Triton device functions (`qengine.plugin.KVFunctions`)
+    *_functions    Triton device functions of each side (`qengine.plugin.KVFunctions` or `KVRowFunctions`)
     native         whether those may use hardware conversions
     compute_dtype  dtype of q, k and v: float16, bfloat16 (sm_80 up) or float32
     chip, prefill  for tests: another chip's tiles; "template" or "gather" instead of the chip's own choice
@@ -36,7 +37,8 @@ class TritonPagedKV:
         spec: Any,
         k_scale: torch.Tensor,
         v_scale: torch.Tensor,
-        functions: Any,
+        k_functions: Any,
+        v_functions: Any,
         native: bool,
         compute_dtype: torch.dtype,
         *,
@@ -44,34 +46,27 @@ class TritonPagedKV:
         prefill: PrefillRoute | None = None,
         splits: int | None = None,
     ) -> None:
-        if layout.row != spec.head_dim:
-            raise ValueError(
-                f"the shared attention kernels read one element a value; have row {layout.row}, "
-                f"head_dim {spec.head_dim}: such a format brings its own kernels"
-            )
-        self.storage, self.layout, self.spec = storage, layout, spec
-        self.cache = storage.view(layout.dtype)
-        device = storage.device
-        self.k_scale = k_scale.to(device, torch.float32).contiguous()
-        self.v_scale = v_scale.to(device, torch.float32).contiguous()
-        self.k_inverse, self.v_inverse = self.k_scale.reciprocal(), self.v_scale.reciprocal()
-        self.functions, self.native, self.compute_dtype = functions, native, compute_dtype
-        self.chip = Chip.of(device) if chip is None else chip
+        self.k = CacheSide.of(storage, layout, "k", k_scale, k_functions)
+        self.v = CacheSide.of(storage, layout, "v", v_scale, v_functions)
+        for side in (self.k, self.v):
+            side.check(spec.head_dim)
+        self.layout, self.spec = layout, spec
+        self.native, self.compute_dtype = native, compute_dtype
+        self.chip = Chip.of(storage.device) if chip is None else chip
         self.splits = splits
         self.prefill: PrefillRoute = prefill or ("template" if self.chip.tensor_cores else "gather")
-        sizes = layout.dtype.itemsize, compute_dtype.itemsize
+        sizes = (layout.k.dtype.itemsize, layout.v.dtype.itemsize), compute_dtype.itemsize
         self.decode_tile = attention_tile(self.chip, spec.group, spec.head_dim, *sizes, decode=True)
         if self.prefill == "template":
             self.prefill_tile = attention_tile(self.chip, spec.group, spec.head_dim, *sizes, decode=False)
-        conversion = "" if layout.dtype == compute_dtype else (" native casts," if native else " integer casts,")
+        plain = layout.k.dtype == layout.v.dtype == compute_dtype
+        conversion = "" if plain else (" native casts," if native else " integer casts,")
         how = "Triton" if self.prefill == "template" else "gather + torch SDPA (no tensor cores in Triton on this chip)"
         self.kernel = f"Triton paged decode (split KV),{conversion} prefill by {how}"
 
     def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
         """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
-        slots = batch.groups[group].slot_mapping
-        inverse = self.k_inverse, self.v_inverse
-        write_kv(k, v, self.storage, self.layout, slots, *inverse, self.functions.encode, self.native)
+        write_kv(k, v, self.k, self.v, batch.groups[group].slot_mapping, self.layout.block_size, self.native)
 
     def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens.
@@ -112,7 +107,7 @@ class TritonPagedKV:
             stats[0],
             stats[1],
             out,
-            self.v_scale,
+            self.v.scale,
             splits,
             GROUP=spec.group,
             HEADS=spec.num_heads,
@@ -136,18 +131,19 @@ class TritonPagedKV:
         partial: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         spec, layout = self.spec, self.layout
-        parts = partial or (self.k_scale, self.k_scale, self.k_scale)
+        parts = partial or (self.k.scale, self.k.scale, self.k.scale)
         head_tiles = spec.num_kv_heads * ceil_div(spec.group, tile.heads)
         paged_attention_kernel[(tiles * splits, head_tiles, sequences)](
             q,
-            self.cache,
+            self.k.cache,
+            self.v.cache,
             out,
             *parts,
             table,
             batch.query_start,
             batch.seq_lens,
-            self.k_scale,
-            self.v_scale,
+            self.k.scale,
+            self.v.scale,
             spec.scale,
             spec.soft_cap or 1.0,
             first,
@@ -155,11 +151,8 @@ class TritonPagedKV:
             table.stride(0),
             q.stride(0),
             q.stride(1),
-            self.cache.stride(0),
-            layout.k_offset,
-            layout.v_offset,
-            layout.token_stride,
-            layout.head_stride,
+            *self.k.strides,
+            *self.v.strides,
             HEADS=spec.num_heads,
             GROUP=spec.group,
             TILE_HEADS=tile.heads,
@@ -168,7 +161,10 @@ class TritonPagedKV:
             WINDOW=spec.sliding_window or 0,
             SOFT_CAP=spec.soft_cap is not None,
             SPLIT=partial is not None,
-            DECODE=self.functions.decode,
+            K_READ=self.k.read,
+            K_ROWS=self.k.rows,
+            V_READ=self.v.read,
+            V_ROWS=self.v.rows,
             NATIVE=self.native,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -189,22 +185,23 @@ class TritonPagedKV:
         )
         block_n = 32
         gather_kernel[(ceil_div(high - low, block_n), spec.num_kv_heads)](
-            self.cache,
+            self.k.cache,
+            self.v.cache,
             dense[0],
             dense[1],
             table[i],
-            self.k_scale,
-            self.v_scale,
+            self.k.scale,
+            self.v.scale,
             low,
             high,
-            self.cache.stride(0),
-            layout.k_offset,
-            layout.v_offset,
-            layout.token_stride,
-            layout.head_stride,
+            *self.k.strides,
+            *self.v.strides,
             HEAD_DIM=spec.head_dim,
             BLOCK_SIZE=layout.block_size,
-            DECODE=self.functions.decode,
+            K_READ=self.k.read,
+            K_ROWS=self.k.rows,
+            V_READ=self.v.read,
+            V_ROWS=self.v.rows,
             NATIVE=self.native,
             BLOCK_N=block_n,
             BLOCK_D=power_of_2(spec.head_dim),

@@ -7,7 +7,7 @@ import torch
 
 from paged_cases import PagedCase, empty_storage, paged_case
 from qengine.layers.kv_layer import bind_kv_layer
-from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVLayout, KVScales
+from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVLayout, KVScales, SideLayout
 from qengine_dense.kv import AutoKV
 from qengine_kernels.cpu_attention import CpuPagedKV, plan
 from qengine_kernels.paged_attention import paged_attention_reference
@@ -35,7 +35,17 @@ STEPS = {
     "block-edges": ([16, 16, 1 + 16], [16, 32, 48 + 17]),
     "mixed": ([1, 1, 5, 30, 2], [70, 12, 21, 30, 18]),
 }
-KINDS = {"auto": AutoKV(), "e4m3": Fp8E4M3KV(), "e5m2": Fp8E5M2KV()}
+KINDS: dict[str, type[KVDtype]] = {"auto": AutoKV, "e4m3": Fp8E4M3KV, "e5m2": Fp8E5M2KV}
+
+
+def both(plugin: type[KVDtype], spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVLayout:
+    return KVLayout.of(block_size, *(plugin(spec, side, dtype).layout(block_size) for side in ("k", "v")))
+
+
+def dense(spec: AttentionSpec, block_size: int, dtype: torch.dtype, row: int | None = None) -> KVLayout:
+    side = SideLayout.dense(spec, block_size, dtype, row)
+    return KVLayout.of(block_size, side, side)
+
 
 
 def scales(kind: str, heads: int) -> KVScales:
@@ -47,11 +57,12 @@ def scales(kind: str, heads: int) -> KVScales:
 
 
 def run(
-    case: PagedCase, spec: AttentionSpec, plugin: KVDtype, s: KVScales, layout: KVLayout, spare: int = 0
+    case: PagedCase, spec: AttentionSpec, plugin: type[KVDtype], s: KVScales, layout: KVLayout, spare: int = 0
 ) -> torch.Tensor:
     """Older tokens are written in one step, this step's by its own write; unwritten bytes are NaN codes."""
     storage = empty_storage(dataclasses.replace(layout, block_bytes=layout.block_bytes + spare), len(case.keys), CPU)
-    cache = bind_kv_layer(plugin, spec, layout, storage, s, DeviceInfo("cpu"), case.q.dtype)
+    k_side, v_side = plugin(spec, "k", case.q.dtype), plugin(spec, "v", case.q.dtype)
+    cache = bind_kv_layer(k_side, v_side, layout, storage, s, DeviceInfo("cpu"))
     assert isinstance(cache, CpuPagedKV)
     k, v = (case.cached(t).to(case.q.dtype) for t in (case.keys, case.values))
     new = torch.isin(case.slots, case.batch.groups[0].slot_mapping)
@@ -66,12 +77,13 @@ def run(
     return out
 
 
-def expected(case: PagedCase, spec: AttentionSpec, plugin: KVDtype, s: KVScales, dtype: torch.dtype) -> torch.Tensor:
+def expected(case: PagedCase, spec: AttentionSpec, kind: type[KVDtype], s: KVScales, dtype: torch.dtype) -> torch.Tensor:
     """float32, with what the format makes of K and V."""
+    plugin = kind(spec, "k", dtype)
 
     def through(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         stored = plugin.encode(x * (1.0 / scale)[:, None])
-        return plugin.decode(stored.to(plugin.layout(spec, 16, dtype).dtype), torch.float32) * scale[:, None]
+        return plugin.decode(stored.to(plugin.layout(16).dtype), torch.float32) * scale[:, None]
 
     k, v = through(case.keys, s.k), through(case.values, s.v)
     return reference(case, spec, k, v)
@@ -87,9 +99,9 @@ def reference(case: PagedCase, spec: AttentionSpec, k: torch.Tensor, v: torch.Te
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_step_and_rule_in_float32(name: str, step: str) -> None:
-    spec, plugin, one = SPECS[name], AutoKV(), scales("one", SPECS[name].num_kv_heads)
+    spec, plugin, one = SPECS[name], AutoKV, scales("one", SPECS[name].num_kv_heads)
     case = paged_case(spec, *STEPS[step], torch.float32, CPU)
-    got = run(case, spec, plugin, one, plugin.layout(spec, 16, torch.float32))
+    got = run(case, spec, plugin, one, both(plugin, spec, 16, torch.float32))
     assert relative_error(got, reference(case, spec, case.keys, case.values)) < 2e-6
     if step == "first-token" or (name == "window-1" and "decodes" not in step):
         return  # one visible token: the output is its V whatever the scale
@@ -104,7 +116,7 @@ def test_formats_and_scales(kind: str, granularity: str, dtype: torch.dtype) -> 
     spec, plugin = GQA, KINDS[kind]
     s = scales(granularity, spec.num_kv_heads)
     case = paged_case(spec, *STEPS["mixed"], dtype, CPU)
-    got = run(case, spec, plugin, s, plugin.layout(spec, 16, dtype)).float()
+    got = run(case, spec, plugin, s, both(plugin, spec, 16, dtype)).float()
     if kind == "auto":
         if granularity != "one":
             return  # takes no scales
@@ -128,7 +140,7 @@ def test_queries_keep_dtype_and_take_views() -> None:
     case = paged_case(spec, *STEPS["mixed"], torch.bfloat16, CPU)
     wide = torch.cat([case.q, torch.zeros_like(case.q)], dim=1)
     case.q = wide[:, : spec.num_heads]
-    got = run(case, spec, AutoKV(), scales("one", 2), AutoKV().layout(spec, 16, torch.bfloat16))
+    got = run(case, spec, AutoKV, scales("one", 2), dense(spec, 16, torch.bfloat16))
     assert got.dtype is torch.bfloat16 and got.shape == case.q.shape
     assert relative_error(got.float(), reference(case, spec, case.keys, case.values)) < 4e-3
 
@@ -136,8 +148,9 @@ def test_queries_keep_dtype_and_take_views() -> None:
 def head_major(spec: AttentionSpec, block_size: int, dtype: torch.dtype, row: int) -> KVLayout:
     """[Hkv, block_size, row] for K, the same for V, then a few spare bytes: a layout of another kind."""
     half = spec.num_kv_heads * block_size * row
-    size = (2 * half + 8) * dtype.itemsize
-    return KVLayout(block_size, size, dtype, 0, half, row, block_size * row, row)
+    side = SideLayout(dtype, half * dtype.itemsize, row, block_size * row, row)
+    layout = KVLayout.of(block_size, side, side)
+    return dataclasses.replace(layout, block_bytes=layout.block_bytes + 32)
 
 
 class InlineScaleKV(AutoKV):
@@ -147,8 +160,8 @@ class InlineScaleKV(AutoKV):
         top = x.abs().amax(-1, keepdim=True)
         return torch.cat([x / top, top], dim=-1)
 
-    def decode(self, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (b[..., :-1] * b[..., -1:]).to(dtype)
+    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (rows[..., :-1] * rows[..., -1:]).to(dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])
@@ -157,13 +170,12 @@ def test_other_layouts(block_size: int) -> None:
     case = paged_case(GQA, *STEPS["mixed"], torch.float32, CPU, block_size=block_size)
     want = reference(case, GQA, case.keys, case.values)
     one = scales("one", 2)
-    dense = KVLayout.dense(GQA, block_size, torch.float32)
-    longer = KVLayout.dense(dataclasses.replace(GQA, head_dim=33), block_size, torch.float32)
+    longer = dense(GQA, block_size, torch.float32, 33)
     for plugin, layout, spare in (
-        (AutoKV(), head_major(GQA, block_size, torch.float32, 32), 0),
-        (AutoKV(), dense, 4 * 20),
-        (InlineScaleKV(), longer, 0),
-        (InlineScaleKV(), head_major(GQA, block_size, torch.float32, 33), 0),
+        (AutoKV, head_major(GQA, block_size, torch.float32, 32), 0),
+        (AutoKV, dense(GQA, block_size, torch.float32), 4 * 20),
+        (InlineScaleKV, longer, 0),
+        (InlineScaleKV, head_major(GQA, block_size, torch.float32, 33), 0),
     ):
         assert relative_error(run(case, GQA, plugin, one, layout, spare), want) < 2e-6
 
@@ -174,8 +186,8 @@ def test_batching_of_decodes_changes_nothing(elements: int, padding: float, monk
     monkeypatch.setattr(plan, "DECODE_ELEMENTS", elements)
     monkeypatch.setattr(plan, "PADDING", padding)
     case = paged_case(GQA, *STEPS["decodes"], torch.float32, CPU)
-    got = run(case, GQA, Fp8E4M3KV(), scales("head", 2), Fp8E4M3KV().layout(GQA, 16, torch.float32))
-    assert relative_error(got, expected(case, GQA, Fp8E4M3KV(), scales("head", 2), torch.float32)) < 2e-6
+    got = run(case, GQA, Fp8E4M3KV, scales("head", 2), both(Fp8E4M3KV, GQA, 16, torch.float32))
+    assert relative_error(got, expected(case, GQA, Fp8E4M3KV, scales("head", 2), torch.float32)) < 2e-6
 
 
 def test_long_prompts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +195,7 @@ def test_long_prompts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "SCORE_ELEMENTS", 6 * 30 * 5)
     for name in ("gqa", "window", "soft-cap", "window-soft-cap"):
         case = paged_case(SPECS[name], [30, 25], [30, 60], torch.float32, CPU)
-        got = run(case, SPECS[name], AutoKV(), scales("one", 2), KVLayout.dense(GQA, 16, torch.float32))
+        got = run(case, SPECS[name], AutoKV, scales("one", 2), dense(GQA, 16, torch.float32))
         assert relative_error(got, reference(case, SPECS[name], case.keys, case.values)) < 2e-6
 
 
@@ -192,7 +204,7 @@ def test_long_prompts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_sequence_stays_alone(kind: str, name: str) -> None:
     """NaN and infinity in one sequence's K and V reach that sequence's rows only, and do reach them."""
     spec, plugin = SPECS[name], KINDS[kind]
-    layout = plugin.layout(spec, 16, torch.float32)
+    layout = both(plugin, spec, 16, torch.float32)
     case = paged_case(spec, *STEPS["mixed"], torch.float32, CPU)
     one = scales("one", 2)
     clean = run(case, spec, plugin, one, layout)
@@ -218,7 +230,7 @@ def test_threads_are_put_back() -> None:
     case = paged_case(GQA, *STEPS["decodes"], torch.float32, CPU)
     try:
         torch.set_num_threads(2)
-        got = run(case, GQA, AutoKV(), scales("one", 2), KVLayout.dense(GQA, 16, torch.float32))
+        got = run(case, GQA, AutoKV, scales("one", 2), dense(GQA, 16, torch.float32))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_cases import PagedCase, empty_storage, paged_case
-from qengine.plugin import AttentionSpec, KVFunctions, KVLayout
+from qengine.plugin import AttentionSpec, KVFunctions, KVLayout, SideLayout
 from qengine_dense.kernels import identity_decode, identity_encode
 from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
 from qengine_kernels.launch import Chip
@@ -51,12 +51,13 @@ def filled(
 ) -> TritonPagedKV:
     """A cache that holds the case's K and V, written by the cache's own kernel."""
     dtype, device = case.q.dtype, case.q.device
-    layout = KVLayout.dense(spec, case.batch.block_size, stored or dtype)
+    side = SideLayout.dense(spec, case.batch.block_size, stored or dtype)
+    layout = KVLayout.of(case.batch.block_size, side, side)
     storage = empty_storage(layout, len(case.keys), device)
     ones = torch.ones(spec.num_kv_heads, device=device)
     k_scale, v_scale = scales or (ones, ones)
     cache = TritonPagedKV(
-        storage, layout, spec, k_scale, v_scale, functions, native, dtype, **options  # type: ignore[arg-type]
+        storage, layout, spec, k_scale, v_scale, functions, functions, native, dtype, **options  # type: ignore[arg-type]
     )
     step = case.batch.groups[0].slot_mapping
     case.batch.groups[0].slot_mapping = case.slots
@@ -193,7 +194,8 @@ def test_wrong_readings_fail() -> None:
 
 def test_packed_rows_are_refused() -> None:
     spec = spec_of((2, 1, 32))
-    layout = KVLayout(16, 1024, torch.uint8, 0, 512, 16, 16, 16)
+    side = SideLayout.dense(spec, 16, torch.uint8, row=16)
+    layout = KVLayout.of(16, side, side)
     storage, ones = torch.zeros(2, 1024, dtype=torch.uint8), torch.ones(1)
     with pytest.raises(ValueError, match="row 16, head_dim 32"):
-        TritonPagedKV(storage, layout, spec, ones, ones, E4M3, False, torch.float16)
+        TritonPagedKV(storage, layout, spec, ones, ones, E4M3, E4M3, False, torch.float16)
