@@ -6,7 +6,7 @@ gathered on the device from what that step sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,8 +38,8 @@ class TableRow:
 
 @dataclass
 class StepInputs:
-    """`sample_rows` are the token rows whose logits are needed, one for each sampling sequence, in step order, and
-    `positions` how many tokens each of those has generated before. `uniforms`: what the sampler asked to be sent.
+    """`sample_rows` are the token rows whose logits are needed, one for each sampling sequence (`sampling`), in step
+    order. `uniforms`: what the sampler asked to be sent.
 
     `fixed`: for a step of decodes alone, the bytes of `fixed_parts`, padded; else None.
     """
@@ -127,18 +127,26 @@ class InputBuilder:
         if uniforms is not None:
             a["uniforms"][:] = uniforms
         index = np.fromiter((row.row for row in rows), dtype=np.int64, count=count)
-        if decodes:
+        self._place(a, index, lens, total, padded)
+        return self._sent(sequences, sampling, lens, ends, padded, sampled)
+
+    def _place(
+        self, a: Mapping[str, np.ndarray], index: np.ndarray, lens: list[int], total: int, padded: int
+    ) -> None:
+        """Fill in positions, block tables (rows `index` of the kept ones) and slots, and what pads a fixed step."""
+        count, query_start, ends = len(lens), a["query_start"], a["seq_lens"][: len(lens)].astype(np.int64)
+        if total == count:
             owner = np.arange(count)
-            positions = a["seq_lens"][:count].astype(np.int64) - 1
+            positions = ends - 1
         else:
             owner = np.repeat(np.arange(count), lens)
-            first = np.array(ends, dtype=np.int64) - np.array(lens, dtype=np.int64)
+            first = ends - np.array(lens, dtype=np.int64)
             positions = np.arange(total, dtype=np.int64) + (first - query_start[:-1])[owner]
         a["positions"][:total] = positions
         block, inside = np.divmod(positions, self.block_size)
         for g, kept in enumerate(self._tables):
             table = a[f"table{g}"]
-            narrow = min(width, kept.shape[1])
+            narrow = min(table.shape[1], kept.shape[1])
             table[:, :narrow] = kept[index, :narrow]
             table[:, narrow:] = 0
             a[f"slots{g}"][:total] = table[owner, block].astype(np.int64) * self.block_size + inside
@@ -147,7 +155,6 @@ class InputBuilder:
                 a[f"slots{g}"][count:] = -1
             a["seq_lens"][count:] = 0
             a["token_ids"][count:] = a["positions"][count:] = 0
-        return self._sent(sequences, sampling, lens, ends, padded, sampled)
 
     def _sent(
         self,
