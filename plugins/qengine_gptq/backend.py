@@ -67,6 +67,7 @@ class GptqScheme(LinearScheme):
     act_order: bool = False
     keep_dense: bool = True
     notes: Sequence[str] = field(default=(), compare=False)
+    splits_inputs = False  # g_idx names groups of the whole
 
     @property
     def format(self) -> str:  # type: ignore[override]
