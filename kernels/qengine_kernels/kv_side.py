@@ -6,6 +6,7 @@ those of `qengine.plugin.KVFunctions` or `KVRowFunctions`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ class CacheSide:
     def strides(self) -> tuple[int, int, int]:
         """Of a block, a token and a head, in elements."""
         return self.cache.stride(0), self.layout.token_stride, self.layout.head_stride
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two, at most 16, that divides all strides."""
+        return math.gcd(16, *self.strides)
 
     def check(self, head_dim: int) -> None:
         """Raises ValueError when elementwise functions are given for rows that are not one element a value."""

@@ -108,7 +108,8 @@ def attention(
     constants = {
         "HEADS": 8 * group, "GROUP": group, "TILE_HEADS": tile.heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16,
         "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "NATIVE": native,
-        "K_READ": FUNCTIONS[format][1], "K_ROWS": False, "V_READ": FUNCTIONS[format][1], "V_ROWS": False,
+        "K_READ": FUNCTIONS[format][1], "K_ROWS": False, "K_ALIGN": 16,
+        "V_READ": FUNCTIONS[format][1], "V_ROWS": False, "V_ALIGN": 16,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
     types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype, "scale": "fp32", "soft_cap": "fp32"}
@@ -130,6 +131,7 @@ def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -
     types |= {"p_k_scale": "fp32", "p_v_scale": "fp32"}
     constants = {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "NATIVE": native}
     constants |= {"K_READ": FUNCTIONS[format][1], "K_ROWS": False, "V_READ": FUNCTIONS[format][1], "V_ROWS": False}
+    constants |= {"K_ALIGN": 16, "V_ALIGN": 16}
     constants |= {"BLOCK_N": 32, "BLOCK_D": block_d}
     yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
 

@@ -38,6 +38,13 @@ def load_tile(
         return READ(tl.load(p_rows + o_dim, mask=row_mask & (o_dim < HEAD_DIM), other=0), NATIVE)
 
 
+@triton.jit
+def row_pointers(p_head, i_block, i_token, block_stride, token_stride, ALIGN: tl.constexpr):
+    """The rows of some tokens of one head. All strides are multiples of ALIGN elements, which decides how many elements
+    a thread may load at a time; the compiler itself sees multiples of 16 only."""
+    return p_head + tl.multiple_of(i_block * block_stride + i_token * token_stride, ALIGN)
+
+
 @triton.jit(do_not_specialize=["first_sequence", "splits", "table_stride"])
 def paged_attention_kernel(
     p_q,
@@ -75,8 +82,10 @@ def paged_attention_kernel(
     SPLIT: tl.constexpr,
     K_READ: tl.constexpr,
     K_ROWS: tl.constexpr,
+    K_ALIGN: tl.constexpr,
     V_READ: tl.constexpr,
     V_ROWS: tl.constexpr,
+    V_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,14 +135,14 @@ def paged_attention_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         p_blocks = p_table + i_sequence.to(tl.int64) * table_stride
-        p_k_head = p_k_cache + i_kv.to(tl.int64) * k_row_stride
-        p_v_head = p_v_cache + i_kv.to(tl.int64) * v_row_stride
+        p_k_head = p_k_cache + tl.multiple_of(i_kv.to(tl.int64) * k_row_stride, K_ALIGN)
+        p_v_head = p_v_cache + tl.multiple_of(i_kv.to(tl.int64) * v_row_stride, V_ALIGN)
         for i_n in tl.range(begin, end, BLOCK_N):
             o_n = i_n + tl.arange(0, BLOCK_N)
             n_mask = (o_n >= low) & (o_n < end)
             i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=n_mask, other=0).to(tl.int64)
-            p_rows = p_k_head + i_block * k_block_stride + (o_n % BLOCK_SIZE) * k_token_stride
-            b_k = load_tile(p_rows[None, :], o_d[:, None], n_mask[None, :], K_READ, K_ROWS, HEAD_DIM, NATIVE)
+            p_k = row_pointers(p_k_head, i_block, o_n % BLOCK_SIZE, k_block_stride, k_token_stride, K_ALIGN)
+            b_k = load_tile(p_k[None, :], o_d[:, None], n_mask[None, :], K_READ, K_ROWS, HEAD_DIM, NATIVE)
             b_s = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee") * b_k_scale
             if SOFT_CAP:
                 b_s = _soft_cap(b_s, soft_cap)
@@ -147,8 +156,8 @@ def paged_attention_kernel(
             b_p = tl.exp2(b_s - b_shift[:, None])
             b_fade = tl.exp2(b_max - b_shift)
             b_sum = b_sum * b_fade + tl.sum(b_p, axis=1)
-            p_rows = p_v_head + i_block * v_block_stride + (o_n % BLOCK_SIZE) * v_token_stride
-            b_v = load_tile(p_rows[:, None], o_d[None, :], n_mask[:, None], V_READ, V_ROWS, HEAD_DIM, NATIVE)
+            p_v = row_pointers(p_v_head, i_block, o_n % BLOCK_SIZE, v_block_stride, v_token_stride, V_ALIGN)
+            b_v = load_tile(p_v[:, None], o_d[None, :], n_mask[:, None], V_READ, V_ROWS, HEAD_DIM, NATIVE)
             b_acc = b_acc * b_fade[:, None] + tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
             b_max = b_new_max
 
@@ -225,8 +234,10 @@ def gather_kernel(
     BLOCK_SIZE: tl.constexpr,
     K_READ: tl.constexpr,
     K_ROWS: tl.constexpr,
+    K_ALIGN: tl.constexpr,
     V_READ: tl.constexpr,
     V_ROWS: tl.constexpr,
+    V_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -240,9 +251,11 @@ def gather_kernel(
     n_mask = (o_n < high)[:, None]
     i_block = tl.load(p_blocks + o_n // BLOCK_SIZE, mask=o_n < high, other=0).to(tl.int64)
     o_out = (i_kv * (high - low) + o_local)[:, None] * HEAD_DIM + o_d
-    p_rows = p_k_cache + (i_block * k_block_stride + (o_n % BLOCK_SIZE) * k_token_stride + i_kv * k_row_stride)[:, None]
-    b_k = load_tile(p_rows, o_d, n_mask, K_READ, K_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
+    p_head = p_k_cache + tl.multiple_of(i_kv * k_row_stride, K_ALIGN)
+    p_rows = row_pointers(p_head, i_block, o_n % BLOCK_SIZE, k_block_stride, k_token_stride, K_ALIGN)
+    b_k = load_tile(p_rows[:, None], o_d, n_mask, K_READ, K_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
     tl.store(p_k_out + o_out, b_k.to(p_k_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))
-    p_rows = p_v_cache + (i_block * v_block_stride + (o_n % BLOCK_SIZE) * v_token_stride + i_kv * v_row_stride)[:, None]
-    b_v = load_tile(p_rows, o_d, n_mask, V_READ, V_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
+    p_head = p_v_cache + tl.multiple_of(i_kv * v_row_stride, V_ALIGN)
+    p_rows = row_pointers(p_head, i_block, o_n % BLOCK_SIZE, v_block_stride, v_token_stride, V_ALIGN)
+    b_v = load_tile(p_rows[:, None], o_d, n_mask, V_READ, V_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
     tl.store(p_v_out + o_out, b_v.to(p_v_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))
