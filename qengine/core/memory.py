@@ -1,4 +1,4 @@
-"""Bytes of what a step needs: KV blocks by group, intermediate tensors. Pure functions; `plan` divides memory by them."""
+"""Bytes of what a step needs: KV blocks by group, intermediate tensors. Pure functions; `plan` divides by them."""
 
 from __future__ import annotations
 

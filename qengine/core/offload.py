@@ -14,8 +14,8 @@ BUFFERS = 2
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """The linears of one decoder layer: `nbytes` that they keep, `step_bytes` of these that a step of one sequence reads
-    (fewer in a mixture of experts)."""
+    """The linears of one decoder layer: `nbytes` that they keep, `step_bytes` of these that a step of one sequence
+    reads (fewer in a mixture of experts)."""
 
     name: str
     nbytes: int

@@ -32,6 +32,7 @@ class PlanInput:
     `max_model_len`     asked for; None: the largest that fits, at most `model_max_len`
     `kv_cache_memory_bytes`  wins over `utilization`
     `kv_default`        the KV cache when no size is asked for; more only where one request needs it. None: all there is
+    `length_bytes`      for each token of the longest request, what a prompt's attention needs beside the cache
     `alternatives`      other KV dtypes by name: their block_bytes
     `units`, `offload`  decoder layers, and bytes of them that are to live in host memory; None: as many as it takes
     `step_bytes`        weights that a step of one sequence reads
@@ -55,6 +56,7 @@ class PlanInput:
     kv_default: int | None = None
     reserve: int = 0
     graphs: int = 0
+    length_bytes: int = 0
     alternatives: Mapping[str, int] = field(default_factory=dict)
     units: Sequence[OffloadUnit] = ()
     offload: int | None = 0
@@ -77,9 +79,19 @@ class PlanInput:
         return offload_bytes(self.units, self.offload or 0)
 
     @property
+    def gathered(self) -> int:
+        """What attention gathers for the longest prompt."""
+        return self.length_bytes * (self.max_model_len or LEAST_LEN)
+
+    @property
     def fixed(self) -> int:
         """Everything on the device but the KV cache."""
-        return sum(self.weights.values()) - self.offloaded.saved + self.activations + self.graphs
+        return sum(self.weights.values()) - self.offloaded.saved + self.working
+
+    @property
+    def working(self) -> int:
+        """What steps need beside weights and KV cache."""
+        return self.activations + self.gathered + self.graphs
 
     @property
     def budget(self) -> int:
@@ -176,7 +188,7 @@ class MemoryPlan:
         return i.memory_bandwidth / i.step_bytes if i.memory_bandwidth is not None and i.step_bytes else None
 
     def items(self) -> list[tuple[str, int]]:
-        """(name, bytes) of each line, in the order of the sum: five of the device, then those that make up `planned`."""
+        """(name, bytes) of each line: five of the device, then those that add up to `planned`."""
         i = self.inputs
         moved = i.offloaded
         return [
@@ -188,6 +200,7 @@ class MemoryPlan:
             *((f"weights {name}", size) for name, size in i.weights.items()),
             *((("offloaded to host memory", -moved.nbytes), ("offload buffers", moved.buffers)) if moved.units else ()),
             ("activations (peak)", i.activations),
+            *((("gathered for the longest prompt", i.gathered),) if i.length_bytes else ()),
             ("graphs", i.graphs),
             (f"KV cache ({self.num_usable_blocks} blocks of {i.block_size} tokens)", self.kv_bytes),
             ("null block", self.null_block_bytes),
@@ -224,6 +237,8 @@ def attempt(inputs: PlanInput) -> MemoryPlan | None:
     usable = inputs.usable_blocks
     if not inputs.claim_fits or usable < inputs.needed_blocks:
         return None
+    if inputs.length_bytes and inputs.max_model_len is None:
+        return _longest(inputs)
     length = inputs.max_model_len or min(inputs.most_tokens(usable), inputs.model_max_len)
     if inputs.kv_default is not None and inputs.kv_cache_memory_bytes is None:
         enough = max(inputs.kv_default // inputs.block_bytes, inputs.blocks_for(length))
@@ -232,9 +247,29 @@ def attempt(inputs: PlanInput) -> MemoryPlan | None:
     return MemoryPlan(inputs, usable + 1, length)
 
 
+def _longest(inputs: PlanInput) -> MemoryPlan | None:
+    """The longest request whose blocks and whose gathered prompt fit together."""
+
+    def at(length: int) -> MemoryPlan | None:
+        return attempt(replace(inputs, max_model_len=length))
+
+    length = largest(lambda n: at(n) is not None, LEAST_LEN, inputs.model_max_len)
+    return None if length is None else at(length)
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number of low..high that fits, where smaller ones fit if larger ones do."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def _offloaded(inputs: PlanInput) -> MemoryPlan | None:
-    """As few layers in host memory as it takes to hold the length asked for, or OFFLOAD_LEN. The length is fixed then, so
-    that more memory means less offload and never a shorter context."""
+    """As few layers in host memory as it takes to hold the length asked for, or OFFLOAD_LEN. The length is fixed then,
+    so that more memory means less offload and never a shorter context."""
     goal = inputs.max_model_len or min(inputs.model_max_len, OFFLOAD_LEN)
     resident = attempt(replace(inputs, offload=0))
     if resident is not None and resident.max_model_len >= goal:
@@ -251,7 +286,7 @@ def shrunk(plan: MemoryPlan, room: int) -> MemoryPlan | None:
     """The same plan when only `room` bytes are left for what is still to be allocated (activations, graphs and the KV
     cache): fewer blocks, and where the length was not asked for, a shorter one. None when that does not do."""
     i = plan.inputs
-    blocks = min(plan.num_blocks, (room - i.activations - i.graphs) // i.block_bytes)
+    blocks = min(plan.num_blocks, (room - i.working) // i.block_bytes)
     if blocks - 1 < i.needed_blocks:
         return None
     length = min(plan.max_model_len, i.most_tokens(blocks - 1))

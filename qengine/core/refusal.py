@@ -1,14 +1,14 @@
-"""Plans, or refuses with the arithmetic and the smallest change that fits. Every change named here has been planned with:
-applied, it passes."""
+"""Plans, or refuses with the arithmetic and the smallest change that fits. Every change that is named has been planned
+with: applied, it passes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qengine.core.memory import format_bytes
-from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt
+from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt, largest
 from qengine.errors import CapacityError
 
 LEAST_CHUNK = 16
@@ -100,25 +100,16 @@ def _chunk(i: PlanInput) -> Iterator[Change]:
     def fits(tokens: int) -> bool:
         return attempt(replace(i, max_chunk=tokens)) is not None
 
-    if most := _largest(fits, LEAST_CHUNK, i.max_chunk - 1):
+    if most := largest(fits, LEAST_CHUNK, i.max_chunk - 1):
         yield Change({"max_num_batched_tokens": most}, replace(i, max_chunk=most))
 
 
 def _length(i: PlanInput) -> Iterator[Change]:
-    if i.max_model_len is not None:
-        fits = i.most_tokens(i.usable_blocks)
-        if LEAST_LEN <= fits < i.max_model_len:
-            yield Change({"max_model_len": fits}, replace(i, max_model_len=fits))
+    def fits(tokens: int) -> bool:
+        return attempt(replace(i, max_model_len=tokens)) is not None
 
-
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number of low..high that fits, where smaller ones fit if larger ones do."""
-    if high < low or not fits(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    if i.max_model_len is not None and (most := largest(fits, LEAST_LEN, i.max_model_len - 1)):
+        yield Change({"max_model_len": most}, replace(i, max_model_len=most))
 
 
 def _together(i: PlanInput) -> Iterator[Change]:
@@ -152,13 +143,14 @@ def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
         if "max_num_batched_tokens" in change.fields:
             hint += f" (activations now take {format_bytes(inputs.activations)})"
     weights = ", ".join(f"{name} {format_bytes(size)}" for name, size in inputs.weights.items())
+    working = format_bytes(inputs.activations + inputs.gathered)
     if inputs.offloaded.units:
         weights += f", of these in host memory {format_bytes(inputs.offloaded.nbytes)}"
     return CapacityError(
         "no memory is left for the KV cache",
         have=f"{format_bytes(inputs.budget)} (total {format_bytes(inputs.total)}, free {format_bytes(inputs.free)}, "
         f"reserve {format_bytes(inputs.reserve)}{_asked(inputs)}{_neighbours(inputs)})",
-        need=f"{format_bytes(need)} (weights {weights}; activations {format_bytes(inputs.activations)}; "
+        need=f"{format_bytes(need)} (weights {weights}; activations {working}; "
         f"graphs {format_bytes(inputs.graphs)}; KV cache {format_bytes(cache)})",
         hint=hint,
         changes=None if change is None else change.fields,
@@ -184,7 +176,8 @@ def _more_memory(inputs: PlanInput) -> str:
     missing = least + inputs.reserve - inputs.free
     share = 1.0 if inputs.kv_cache_memory_bytes is not None else inputs.utilization
     if 0 < missing <= inputs.others and least <= share * inputs.total:
-        return f"{format_bytes(missing)} more free memory (others use {format_bytes(inputs.others)}), or smaller weights"
+        others = format_bytes(inputs.others)
+        return f"{format_bytes(missing)} more free memory (others use {others}), or smaller weights"
     total = max(math.ceil(least / share), least + inputs.reserve)
     return f"a device with {format_bytes(total)}, or smaller weights"
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from qengine.config import EngineConfig, refuse_planned_only
 from qengine.core.pages import KVCacheManager
-from qengine.core.plan import MemoryPlan, shrunk
+from qengine.core.plan import shrunk
 from qengine.core.queue import Policy
 from qengine.core.scheduler import Scheduler, SchedulerConfig
 from qengine.errors import CapacityError
@@ -69,22 +69,22 @@ def build_engine(config: EngineConfig) -> Engine:
 def settle(b: Built) -> Built:
     """The plan against what is free now that the weights are loaded: a neighbour may have taken memory meanwhile.
 
-    What a neighbour has freed is left to it. Raises CapacityError with total, free, asked and who else is there when the
-    KV cache that was planned no longer fits and a smaller one won't do.
+    What a neighbour has freed is left to it. Raises CapacityError with total, free, asked and who else is there when
+    the KV cache that was planned no longer fits and a smaller one won't do.
     """
     devices.empty_cache(b.device)
     free = devices.memory(b.device).free
     # The reserve is for what comes on top of tensors, part of which is there by now.
     room = free - (GPU_RESERVE if b.device.type == "cuda" else CPU_RESERVE) // 2
     m = b.memory
-    if m.kv_bytes + m.null_block_bytes + m.inputs.activations + m.inputs.graphs <= room:
+    if m.kv_bytes + m.null_block_bytes + m.inputs.working <= room:
         return b
     smaller = shrunk(m, room)
     if smaller is None:
         raise _taken(b, free)
     note = (
-        f"WARNING: other processes have taken memory since the start ({report.gib(free)} are free now): the KV cache is "
-        f"{report.gib(smaller.kv_bytes)} instead of {report.gib(m.kv_bytes)}"
+        f"WARNING: other processes have taken memory since the start ({report.gib(free)} are free now): the KV cache "
+        f"is {report.gib(smaller.kv_bytes)} instead of {report.gib(m.kv_bytes)}"
     )
     return replace(b, memory=smaller, notes=[*b.notes, note])
 
@@ -92,7 +92,7 @@ def settle(b: Built) -> Built:
 def _taken(b: Built, free: int) -> CapacityError:
     m = b.memory
     others = ", ".join(devices.neighbours(b.device))
-    need = m.kv_bytes + m.null_block_bytes + m.inputs.activations + m.inputs.graphs
+    need = m.kv_bytes + m.null_block_bytes + m.inputs.working
     return CapacityError(
         "other processes have taken memory since the start",
         have=f"{report.gib(free)} free of {report.gib(m.inputs.total)}, {report.gib(m.inputs.free)} at the start"

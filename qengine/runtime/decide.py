@@ -40,8 +40,8 @@ from qengine.runtime.survey import TensorSource
 
 @dataclass
 class Surveyed:
-    """What does not depend on how memory is divided. `build(n)` makes the empty model for at most n tokens and plans its
-    loading; `compact` takes the variants that keep fewer bytes."""
+    """What does not depend on how memory is divided. `rebuild(model, compact)` plans the loading of an empty model;
+    `compact` takes the variants that keep fewer bytes."""
 
     config: EngineConfig
     machine: Machine
@@ -86,7 +86,12 @@ def decide(
 ) -> Built:
     """Choose everything and plan the memory. `checkpoint` is the opened `config.model`, where somebody has it already;
     `machine` another one than this."""
-    s = look_at(config, checkpoint, machine)
+    return divide(look_at(config, checkpoint, machine))
+
+
+def divide(s: Surveyed) -> Built:
+    """Plan the memory of what has been looked at."""
+    config = s.config
     notes: list[str] = []
     load_plan, compact = s.load_plan, False
     try:
@@ -122,8 +127,8 @@ def look_at(
     machine: Machine | None = None,
     described: bool = False,
 ) -> Surveyed:
-    """Read headers, choose formats, build the empty model. `described`: the checkpoint has no weights (or not those that
-    serving would make), so headers are what its config says of them."""
+    """Read headers, choose formats, build the empty model. `described`: the checkpoint has no weights (or not those
+    that serving would make), so headers are what its config says of them."""
     if config.model is None:
         raise ConfigError("no model", hint="a local folder or a hub name")
     machine = machine or this_machine(config.device)

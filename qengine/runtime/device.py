@@ -111,7 +111,8 @@ def _large_processes() -> list[tuple[int, str, int]]:
 
 def _gpu_processes(device: torch.device) -> list[tuple[int, str, int]]:
     """As nvidia-smi tells; none where it can't be asked (then a report is still right, and only lacks names)."""
-    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    fields = "gpu_uuid,pid,process_name,used_memory"
+    query = ["nvidia-smi", f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):

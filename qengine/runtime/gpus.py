@@ -21,8 +21,8 @@ CONTEXT = 400 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """`model` as in the name that CUDA reports, `memory` in GiB, `bandwidth` of it in GB/s; `lanes` of 16 where the card
-    has fewer."""
+    """`model` as in the name that CUDA reports, `memory` in GiB, `bandwidth` of it in GB/s; `lanes` of 16 where the
+    card has fewer."""
 
     model: str
     sm: int

@@ -18,13 +18,18 @@ LOCAL_HINT = "a local model folder works without the hub"
 
 
 def resolve_folder(
-    name: str, *, revision: str | None = None, pickled: bool = False, say: Say = lambda line: None
+    name: str,
+    *,
+    revision: str | None = None,
+    pickled: bool = False,
+    config_only: bool = False,
+    say: Say = lambda line: None,
 ) -> Path:
     """`name` as a local folder, else downloaded (or found in the hub's cache) as a hub name.
 
     Only safetensors, JSON, tokenizer and template files are fetched; pickled weights where there are no others, or when
-    `pickled` asks for them (nothing is unpickled here). Raises CheckpointError with one line: what was tried and what
-    would work.
+    `pickled` asks for them (nothing is unpickled here); with `config_only` nothing but JSON. Raises CheckpointError
+    with one line: what was tried and what would work.
     """
     local = Path(name).expanduser()
     if local.is_dir():
@@ -38,10 +43,10 @@ def resolve_folder(
     if not REPO.fullmatch(name) or name.startswith((".", "-")):
         raise CheckpointError(f"no such folder: {name}", hint="a local model folder, or a hub name such as owner/name")
     say(f"{name} is no local folder: asking the Hugging Face hub")
-    return _snapshot(name, revision, pickled)
+    return _snapshot(name, revision, pickled, config_only)
 
 
-def _snapshot(name: str, revision: str | None, pickled: bool) -> Path:
+def _snapshot(name: str, revision: str | None, pickled: bool, config_only: bool) -> Path:
     from huggingface_hub import errors, model_info, snapshot_download
 
     at = f"{name}@{revision}" if revision else name
@@ -55,7 +60,8 @@ def _snapshot(name: str, revision: str | None, pickled: bool) -> Path:
         raise CheckpointError(f"{name} has no revision {revision!r} on the hub", hint="leave --revision out") from e
     except Exception as e:  # out of reach; which exception depends on the hub client's HTTP library
         return _fetched_before(name, revision, e)
-    wanted = _wanted(at, [s.rfilename for s in info.siblings or []], pickled)
+    files = [s.rfilename for s in info.siblings or []]
+    wanted = ["*.json"] if config_only else _wanted(at, files, pickled)
     try:
         folder = snapshot_download(
             name, revision=revision, allow_patterns=wanted, ignore_patterns=list(UNWANTED), etag_timeout=20

@@ -23,6 +23,8 @@ from qengine.runtime.kv_cache import layer_layouts
 from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
+from qengine_kernels.launch import Chip
+from qengine_kernels.paged_attention.gathered import SCORE_BYTES
 
 GPU_RESERVE = 256 << 20
 """Left free on a GPU: the driver's context, library handles, fragments between allocations."""
@@ -64,6 +66,7 @@ def plan_input(
         kv_default=None if machine.is_gpu else CPU_KV_DEFAULT,
         reserve=GPU_RESERVE if machine.is_gpu else CPU_RESERVE,
         graphs=_graph_bytes(config, model, dtype, info, len(groups)),
+        length_bytes=_length_bytes(model, dtype) if gathers(info) else 0,
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
         units=units,
         offload=None if config.cpu_offload_gb is None else int(config.cpu_offload_gb * (1 << 30)),
@@ -94,12 +97,24 @@ def _shape(model: Model, dtype: torch.dtype, info: DeviceInfo) -> ActivationShap
     )
 
 
+def gathers(info: DeviceInfo) -> bool:
+    """Whether prompts' attention gathers K and V of a whole sequence (`qengine_kernels.paged_attention.gathered`)."""
+    return info.type == "cuda" and not Chip.known(info.sm).tensor_cores
+
+
+def _length_bytes(model: Model, dtype: torch.dtype) -> int:
+    """K and V of one token in the layer with the most of them, dense: one layer runs at a time."""
+    return max(2 * layer.spec.num_kv_heads * layer.spec.head_dim for layer in model.attention) * dtype.itemsize
+
+
 def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
-    """What dequantise-then-GEMM writes beside its inputs on a GPU: the largest quantised linear in the compute dtype."""
+    """What the hungriest kernel of a GPU writes beside inputs and outputs: the largest quantised linear in the compute
+    dtype (dequantise-then-GEMM), or scores and masks of attention over a gathered cache."""
     if info.type != "cuda":
         return 0
     dense = [(leaf, leaf.in_features * leaf.out_features * dtype.itemsize) for leaf in model.linears()]
-    return max((size for leaf, size in dense if sum(leaf.resident_bytes(info).values()) < size), default=0)
+    unpacked = max((size for leaf, size in dense if sum(leaf.resident_bytes(info).values()) < size), default=0)
+    return max(unpacked, SCORE_BYTES if gathers(info) else 0)
 
 
 def _graph_bytes(config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int) -> int:
