@@ -33,7 +33,7 @@ from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.loader import LoadPlan, resolve
 from qengine.runtime.machine import Machine, this_machine
 from qengine.runtime.model_config import load_config
-from qengine.runtime.plan_input import batched_tokens, plan_input
+from qengine.runtime.plan_input import WeightNumbers, batched_tokens, plan_input
 from qengine.runtime.quant_select import QuantChoice, select_quant
 from qengine.runtime.survey import TensorSource
 
@@ -54,10 +54,19 @@ class Surveyed:
     kv: KVDtypes
     scales: ResolvedScales
     rebuild: Callable[[Model, bool], LoadPlan]
+    weights: WeightNumbers
 
-    def inputs(self, config: EngineConfig, load_plan: LoadPlan | None = None) -> PlanInput:
+    def inputs(self, config: EngineConfig) -> PlanInput:
         """The memory plan's numbers with other memory and scheduling options."""
-        return plan_input(config, self.machine, self.model, load_plan or self.load_plan, self.kv, self.dtype)
+        return plan_input(config, self.machine, self.model, self.weights, self.kv, self.dtype)
+
+    def compacted(self) -> Surveyed | None:
+        """The same with fewer bytes kept, where formats can."""
+        smaller = self.rebuild(self.model, True)
+        if smaller.total_bytes == self.load_plan.total_bytes:
+            return None
+        numbers = WeightNumbers.of(self.model, smaller, self.dtype, self.machine.info)
+        return dataclasses.replace(self, load_plan=smaller, weights=numbers)
 
 
 @dataclass
@@ -97,16 +106,15 @@ def divide(s: Surveyed) -> Built:
     try:
         memory = plan(s.inputs(config))
     except CapacityError:
-        compact = True
-        smaller = s.rebuild(s.model, True)
-        if smaller.total_bytes == load_plan.total_bytes:
+        smaller = s.compacted()
+        if smaller is None:
             raise
-        memory = plan(s.inputs(config, smaller))
+        memory = plan(smaller.inputs(config))
         notes.append(
-            f"Memory is short: linears keep {report.gib(smaller.total_bytes)} instead of "
+            f"Memory is short: linears keep {report.gib(smaller.load_plan.total_bytes)} instead of "
             f"{report.gib(load_plan.total_bytes)}, without the copies that make large batches fast"
         )
-        load_plan = smaller
+        load_plan, compact = smaller.load_plan, True
     model = s.model
     if memory.max_model_len != model.ctx.max_model_len:
         # Length-dependent rotary frequencies follow the final length, so the (still empty) model is built anew.
@@ -162,4 +170,5 @@ def look_at(
         )
 
     load_plan = rebuild(model, False)
-    return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, kv, scales, rebuild)
+    numbers = WeightNumbers.of(model, load_plan, dtype, info)
+    return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, kv, scales, rebuild, numbers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +54,22 @@ def fit(s: Surveyed, goal: Goal) -> Fit | None:
     """None when nothing fits, not even with everything in host memory."""
     rungs = list(_rungs(s))
     longest = s.config.max_model_len or s.model.max_position
-    return _context(rungs, longest) if goal == "context" else _streams(rungs, s.config, longest)
+    found = _context(rungs, longest) if goal == "context" else _streams(rungs, s.config, longest)
+    return None if found is None else _planned_anew(s, found)
+
+
+def _planned_anew(s: Surveyed, found: Fit) -> Fit:
+    """The plan as serving makes it with all changes: a shorter length also makes graphs smaller."""
+    inputs = s.inputs(_changed(s.config, found.changes))
+    plan = attempt(dataclasses.replace(inputs, block_bytes=found.plan.inputs.block_bytes, alternatives={}))
+    assert plan is not None, "what fits with larger graphs fits"
+    return dataclasses.replace(found, plan=plan)
+
+
+def _changed(config: EngineConfig, changes: Mapping[str, object]) -> EngineConfig:
+    """All changes but that of the KV dtype, whose plugins are chosen by then: its block size is put in afterwards."""
+    fields = {name: value for name, value in changes.items() if name != "kv_cache_dtype"}
+    return dataclasses.replace(config, **fields)  # type: ignore[arg-type]
 
 
 def _rungs(s: Surveyed) -> Iterator[Rung]:
@@ -75,8 +90,7 @@ def _rungs(s: Surveyed) -> Iterator[Rung]:
         if changes in seen:
             continue
         seen.append(changes)
-        options = {name: value for name, value in changes.items() if name != "kv_cache_dtype"}
-        inputs = s.inputs(dataclasses.replace(s.config, **options))  # type: ignore[arg-type]
+        inputs = s.inputs(_changed(s.config, changes))
         if block_bytes is not None:
             inputs = dataclasses.replace(inputs, block_bytes=block_bytes)
         yield Rung(changes, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -39,8 +40,24 @@ def batched_tokens(config: EngineConfig, info: DeviceInfo) -> int:
     return config.max_num_batched_tokens or DEFAULT_BATCH[info.type]
 
 
+@dataclass(frozen=True)
+class WeightNumbers:
+    """What all linears together say, the same whatever the options: bytes by format, the decoder layers as offload sees
+    them, bytes that a step of one sequence reads, and what the hungriest kernel writes beside inputs and outputs."""
+
+    bytes_by_format: Mapping[str, int]
+    units: Sequence[OffloadUnit]
+    step_bytes: int
+    workspace: int
+
+    @classmethod
+    def of(cls, model: Model, load_plan: LoadPlan, dtype: torch.dtype, info: DeviceInfo) -> WeightNumbers:
+        units, step_bytes = weight_units(model, info)
+        return cls(load_plan.bytes_by_format, units, step_bytes, _workspace(model, dtype, info))
+
+
 def plan_input(
-    config: EngineConfig, machine: Machine, model: Model, load_plan: LoadPlan, kv: KVDtypes, dtype: torch.dtype
+    config: EngineConfig, machine: Machine, model: Model, weights: WeightNumbers, kv: KVDtypes, dtype: torch.dtype
 ) -> PlanInput:
     """Raises CapabilityError when the KV dtype does not run here, ConfigError for offload from a CPU to itself."""
     info = machine.info
@@ -48,12 +65,11 @@ def plan_input(
     block_bytes = _block_bytes(model, layer_layouts(model.attention, kv, config.block_size, dtype, info))
     if config.cpu_offload_gb != 0 and not machine.is_gpu:
         raise ConfigError("--cpu-offload-gb moves weights from a GPU to host memory", have="--device cpu", need="a GPU")
-    units, step_bytes = weight_units(model, info)
     return PlanInput(
         total=machine.memory.total,
         free=machine.memory.free,
-        weights=load_plan.bytes_by_format,
-        shape=_shape(model, dtype, info),
+        weights=weights.bytes_by_format,
+        shape=_shape(model, dtype, info, weights.workspace),
         logit_rows=min(config.max_num_seqs, LOGIT_ROWS),
         groups=groups,
         block_bytes=block_bytes,
@@ -68,9 +84,9 @@ def plan_input(
         graphs=_graph_bytes(config, model, dtype, info, len(groups)),
         length_bytes=_length_bytes(model, dtype) if gathers(info) else 0,
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
-        units=units,
+        units=weights.units,
         offload=None if config.cpu_offload_gb is None else int(config.cpu_offload_gb * (1 << 30)),
-        step_bytes=step_bytes,
+        step_bytes=weights.step_bytes,
         memory_bandwidth=machine.memory_bandwidth,
         link_bandwidth=machine.link_bandwidth,
         neighbours=machine.neighbours,
@@ -82,7 +98,7 @@ def _block_bytes(model: Model, layouts: Sequence[KVLayout]) -> int:
     return sum(storage_bytes(groups, [layout.block_bytes for layout in layouts]))
 
 
-def _shape(model: Model, dtype: torch.dtype, info: DeviceInfo) -> ActivationShape:
+def _shape(model: Model, dtype: torch.dtype, info: DeviceInfo, workspace: int) -> ActivationShape:
     spec = max((layer.spec for layer in model.attention), key=lambda s: s.num_heads * s.head_dim)
     return ActivationShape(
         hidden=model.hidden_size,
@@ -93,7 +109,7 @@ def _shape(model: Model, dtype: torch.dtype, info: DeviceInfo) -> ActivationShap
         head_dim=spec.head_dim,
         itemsize=dtype.itemsize,
         residual_itemsize=devices.residual_dtype(dtype, info).itemsize,
-        workspace=_workspace(model, dtype, info),
+        workspace=workspace,
     )
 
 
@@ -108,8 +124,8 @@ def _length_bytes(model: Model, dtype: torch.dtype) -> int:
 
 
 def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
-    """What the hungriest kernel of a GPU writes beside inputs and outputs: the largest quantised linear in the compute
-    dtype (dequantise-then-GEMM), or scores and masks of attention over a gathered cache."""
+    """On a GPU the largest quantised linear in the compute dtype (dequantise-then-GEMM), or scores and masks of
+    attention over a gathered cache."""
     if info.type != "cuda":
         return 0
     dense = [(leaf, leaf.in_features * leaf.out_features * dtype.itemsize) for leaf in model.linears()]
