@@ -92,7 +92,7 @@ def settle(b: Built) -> Built:
 def _taken(b: Built, free: int) -> CapacityError:
     m = b.memory
     others = ", ".join(devices.neighbours(b.device))
-    need = m.kv_bytes + m.null_block_bytes + m.inputs.working
+    need = (m.inputs.blocks_for(m.max_model_len) + 1) * m.inputs.block_bytes + m.inputs.working
     return CapacityError(
         "other processes have taken memory since the start",
         have=f"{report.gib(free)} free of {report.gib(m.inputs.total)}, {report.gib(m.inputs.free)} at the start"

@@ -1,0 +1,246 @@
+"""`qengine plan`: the text that serving refuses with, JSON, the chart, what it reads and what it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from published_models import write_config
+from qengine.cli.main import main
+from qengine.config import EngineConfig
+from qengine.errors import UserError
+from qengine.runtime import device
+from qengine.runtime.engine import Engine
+from qengine.runtime.machine import this_machine
+from toy_models import make_tiny, make_tiny_awq
+
+POOL = "1M"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", max_position_embeddings=131072)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+@pytest.mark.parametrize(("kv", "tokens"), [("auto", 1024), ("fp8", 2048)])
+def test_capacity_doubles_as_it_does_when_served(
+    tiny: Path, kv: str, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CASES C16: what plan says is what the engine has."""
+    flags = ["--device", "cpu", "--kv-dtype", kv, "--kv-cache-memory-bytes", POOL]
+    code, found = planned(capsys, str(tiny), *flags)
+    assert code == 0 and found["fits"] and found["memory"]["max_model_len"] == tokens
+    assert found["memory"]["token_bytes"] == 2**20 / tokens
+    engine = Engine.from_config(
+        EngineConfig(model=str(tiny), device="cpu", kv_cache_dtype=kv, kv_cache_memory_bytes=2**20)
+    )
+    assert engine.facts.max_model_len == tokens and engine.facts.kv_tokens == found["memory"]["kv_tokens"]
+    kept = sum(size for name, size in found["memory"]["lines"] if name.startswith(("weights", "KV cache", "null")))
+    line = next(line for line in engine.facts.report if "Weights and KV cache: planned" in line)
+    assert "WARNING" not in line and "(0.0% apart)" in line
+    real = sum(t.nbytes for leaf in engine.runner.model.leaves for t in leaf.buffers().values())
+    assert abs(real + engine.runner.cache.nbytes - kept) <= 0.02 * kept
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_cache_memory_bytes": 2**20, "max_model_len": 4096},
+        {"kv_cache_memory_bytes": 2**20, "max_model_len": 4096, "kv_cache_dtype": "fp8"},
+        {"dtype": "float16"},
+        {"quantization": "awq_of_another_kind"},
+    ],
+)
+def test_refuses_with_the_words_of_serving(
+    tiny: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as served:
+        Engine.from_config(EngineConfig(model=str(tiny), device="cpu", **flags))
+    words = [word for k, v in flags.items() for word in ("--" + k.replace("_", "-"), str(v))]
+    if "quantization" in flags:
+        assert main(["plan", str(tiny), "--device", "cpu", *words]) == 2
+        assert "awq_of_another_kind" in capsys.readouterr().err
+        return
+    code, found = planned(capsys, str(tiny), "--device", "cpu", *words)
+    assert code == 1 and not found["fits"]
+    assert found["refused"] == " ".join(str(served.value).split())
+    if found["would_work"]:
+        again, _ = planned(capsys, str(tiny), "--device", "cpu", *words, *found["would_work"].split())
+        assert again == 0, found["would_work"]
+
+
+def test_c16_numbers_are_in_the_refusal(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(
+        capsys, str(tiny), "--device", "cpu", "--kv-cache-memory-bytes", POOL, "--max-model-len", "4096"
+    )
+    for part in ("1024 tokens", "1048576 bytes", "4096 tokens", "4194304 bytes", "fp8 holds only 2048 tokens"):
+        assert code == 1 and part in found["refused"]
+
+
+def test_nothing_of_a_tensor_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sparse file of 13 GB with real headers and no data: planned in no time, with the bytes of its headers."""
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    tensors, offset = {}, 0
+
+    def add(name: str, *shape: int) -> None:
+        nonlocal offset
+        size = 2
+        for n in shape:
+            size *= n
+        tensors[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+
+    add("model.embed_tokens.weight", 128256, 4096)
+    add("lm_head.weight", 128256, 4096)
+    add("model.norm.weight", 4096)
+    for i in range(32):
+        layer = f"model.layers.{i}"
+        for name, out, width in (("q", 4096, 4096), ("k", 1024, 4096), ("v", 1024, 4096), ("o", 4096, 4096)):
+            add(f"{layer}.self_attn.{name}_proj.weight", out, width)
+        for name, out, width in (("gate", 14336, 4096), ("up", 14336, 4096), ("down", 4096, 14336)):
+            add(f"{layer}.mlp.{name}_proj.weight", out, width)
+        add(f"{layer}.input_layernorm.weight", 4096)
+        add(f"{layer}.post_attention_layernorm.weight", 4096)
+    header = json.dumps(tensors).encode()
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(struct.pack("<Q", len(header)) + header)
+        f.truncate(8 + len(header) + offset)
+    flags = ["--gpu", "4090", "--max-num-batched-tokens", "2048"]
+    code, found = planned(capsys, str(folder), *flags)
+    alone, described = planned(capsys, str(write_config(tmp_path / "alone", "Llama-3.1-8B")), *flags)
+    assert code == alone == 0
+    assert found["memory"] == described["memory"], "headers and config tell the same"
+    assert any("no safetensors headers" in note for note in described["notes"])
+    assert not any("no safetensors headers" in note for note in found["notes"])
+
+
+def test_a_copy_that_serving_would_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--quant awq on 16-bit weights: a quarter of the bytes, and a note; fp8 converts as it loads, half of them."""
+    folder = write_config(tmp_path, "Qwen2.5-7B")
+    sizes = {}
+    for flag in ("dense", "fp8", "awq", "gptq"):
+        code, found = planned(capsys, str(folder), "--gpu", "a100-80", "--quant", flag)
+        assert code == 0
+        sizes[flag] = sum(s for n, s in found["memory"]["lines"] if n.startswith("weights "))
+        assert any("makes a copy" in note for note in found["notes"]) is (flag in ("awq", "gptq"))
+    head = 2 * 152064 * 3584 * 2
+    dense = sizes["dense"] - head
+    assert (sizes["fp8"] - head) / dense == pytest.approx(0.5, abs=0.01)
+    assert (sizes["awq"] - head) / dense == pytest.approx(4.19 / 16, abs=0.01)
+    assert (sizes["gptq"] - head) / dense == pytest.approx(4.19 / 16, abs=0.01)
+
+
+def test_a_refused_dtype_names_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_config(tmp_path, "Qwen2.5-7B", "awq"))
+    code, found = planned(capsys, folder, "--gpu", "t4", "--dtype", "bfloat16", "--max-num-batched-tokens", "2048")
+    assert code == 1 and "T4 has no bfloat16" in found["refused"] and found["would_work"] == "--dtype auto"
+    again, works = planned(capsys, folder, "--gpu", "t4", "--dtype", "auto", "--max-num-batched-tokens", "2048")
+    assert again == 0 and works["choices"]["compute dtype"].startswith("float16 (sm_75 has no bfloat16; float32 acc")
+
+
+def test_fit_prints_flags_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_config(tmp_path, "Qwen2.5-14B", "awq"))
+    flags = ["--gpu", "t4", "--max-model-len", "16384"]
+    code, found = planned(capsys, folder, *flags, "--fit", "context")
+    assert code == 1 and found["fit"]["changes"]["kv_cache_dtype"] == "fp8"
+    again, _ = planned(capsys, folder, *flags, *found["fit"]["flags"].split())
+    assert again == 0
+    assert main(["plan", folder, *flags, "--fit"]) == 1
+    out = capsys.readouterr().out
+    for part in ("Refused: ", "--fit context: ", "KV cache holds", "planned in all", "Ceiling: at most"):
+        assert part in out
+    code, found = planned(capsys, folder, "--gpu", "t4", "--fit", "streams")
+    assert found["fit"]["memory"]["max_model_len"] == 4096 and found["fit"]["streams"] > 4
+
+
+def test_offload_is_planned_and_refused_by_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    flags = ["--gpu", "t4", "--cpu-offload-gb", "auto", "--max-num-batched-tokens", "2048"]
+    code, found = planned(capsys, folder, *flags)
+    assert code == 0 and found["memory"]["offloaded_bytes"] > 0 and found["memory"]["offload_ceiling"] < 12
+    assert any("refuses --cpu-offload-gb" in note for note in found["notes"])
+    for value in ("auto", "4"):
+        assert main(["serve", folder, "--cpu-offload-gb", value]) == 2
+        assert "--cpu-offload-gb is not built yet" in capsys.readouterr().err
+    assert main(["plan", folder, "--cpu-offload-gb", "-1"]) == 2
+    code, found = planned(capsys, folder, "--device", "cpu", "--cpu-offload-gb", "4")
+    assert code == 1 and "from a GPU to host memory" in found["refused"]
+
+
+def test_flags_of_the_server_change_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [str(tiny), "--device", "cpu", "--kv-cache-memory-bytes", POOL]
+    assert planned(capsys, *flags)[1]["memory"]["kv_tokens"] == 1024
+    assert planned(capsys, *flags, "--port", "1234", "--host", "0.0.0.0")[1]["memory"]["kv_tokens"] == 1024
+    assert main(["plan", *flags, "--port", "70000"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "plan needs a model"),
+        (["--gpu", "v100"], "--gpu v100: not known; need: auto | t4"),
+        (["--fit", "speed"], "unknown goal 'speed'"),
+        (["--png", "chart.jpg"], "a name that ends in .png"),
+        (["--png", "/no/such/folder/chart.png"], "there is no such folder"),
+    ],
+)
+def test_wrong_flags_are_said_in_one_line(
+    tiny: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [str(tiny)] if arguments else []
+    assert main(["plan", *model, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(write_config(tmp_path, "Qwen2.5-7B", "awq"))
+    chart = tmp_path / "chart.png"
+    assert main(["plan", folder, "--gpu", "t4", "--max-num-batched-tokens", "2048", "--png", str(chart)]) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert main(["plan", folder, "--png", str(chart)]) == 2
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_the_chart_adds_up(tmp_path: Path) -> None:
+    from qengine.runtime.plan_chart import segments
+    from qengine.runtime.plan_report import plan_report
+
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    config = EngineConfig(model=str(folder), cpu_offload_gb=8.0, max_num_batched_tokens=2048)
+    memory = plan_report(config, "t4").memory
+    assert memory is not None
+    parts = segments(memory)
+    assert sum(size for _, size in parts) == dict(memory.lines)["device total"]
+    assert min(size for _, size in parts) > 0
+
+
+def test_this_machine_is_planned_for_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES C19: 15 GiB in all, 6 free, and another process that holds the rest."""
+    from qengine.runtime.plan_report import plan_report
+
+    folder, _ = make_tiny_awq(tmp_path)
+    monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(15 * GIB, 6 * GIB))
+    monkeypatch.setattr(device, "neighbours", lambda d: ["trainer (pid 4711) 9.00 GiB"])
+    fits = plan_report(EngineConfig(model=str(folder), device="cpu", gpu_memory_utilization=0.9))
+    assert fits.refused is None and fits.memory is not None
+    assert dict(fits.memory.lines)["budget"] == 6 * GIB - 512 * 2**20
+    assert this_machine("cpu").memory.free == 6 * GIB
+    claim = plan_report(EngineConfig(model=str(folder), device="cpu", kv_cache_memory_bytes=8 * GIB))
+    assert claim.refused is not None and claim.would_work.startswith("--kv-cache-memory-bytes ")
+    for part in ("total 15.00 GiB", "free 6.00 GiB", "asked for a KV cache of 8.00 GiB", "trainer (pid 4711) 9.00 GiB"):
+        assert part in claim.refused
