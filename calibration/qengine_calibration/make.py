@@ -10,18 +10,24 @@ from typing import Any
 import torch
 
 from qengine.errors import ConfigError
+from qengine.plugin import WeightQuant
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.cache_dir import building
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import write_json
 from qengine.runtime.kv_scales import LOOKS_LIKE
 from qengine.runtime.kv_sidecar import model_fingerprint, write_sidecar
-from qengine_calibration.kv_scales import KVOptions
+from qengine.runtime.quant_select import select_quant
+from qengine_calibration.kv_scales import SIXTEEN_BIT, KVOptions
+from qengine_calibration.layer import reader_of
 from qengine_calibration.output import REPORT, write_copy
 from qengine_calibration.quantize import copied_files, group_size, linear_specs
 from qengine_calibration.run import CalibrationRun, RunOptions, Weights, kv_facts
 from qengine_calibration.texts import Texts
 from qengine_calibration.work import WorkFolder
+
+EMBEDDED_LARGEST = 448.0
+"""Every reader of k_scale and v_scale tensors divides by them for this largest value, that of e4m3."""
 
 Say = Callable[[str], None]
 Tick = Callable[[int, int], None]
@@ -70,6 +76,11 @@ def make_copy(
     """
     if target.exists():
         raise ConfigError(f"{target} is there already", hint="another --out, or removing it")
+    if embed and options.kv is not None and options.kv.plugin.max_value != EMBEDDED_LARGEST:
+        raise ConfigError(
+            f"--embed: k_scale and v_scale in a checkpoint are for an e4m3 cache, not {options.kv.plugin.name}",
+            need="--kv-dtype fp8, or KV scales beside the model",
+        )
     checkpoint = Checkpoint.open(source)
     with building(target) as partial:
         if partial is None:
@@ -81,6 +92,8 @@ def make_copy(
         if options.weights is not None:
             skipped = skipped_modules(checkpoint, options.weights)
             config["quantization_config"] = options.weights.quantizer.config(skipped)
+        if embed and options.kv is not None:
+            config, scales = embedded(run, config, scales, texts, say)
         old = frozenset(n for n in checkpoint.tensors if scales and LOOKS_LIKE.search(n))
         write_copy(checkpoint, run.work, partial, config, copied_files(source), old, scales if embed else None)
         facts = report(run, texts, options)
@@ -110,6 +123,36 @@ def make_kv_scales(
     return facts
 
 
+def embedded(
+    run: CalibrationRun, config: dict[str, Any], scales: dict[str, torch.Tensor], texts: Texts, say: Say
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """config.json and scales of a copy that holds its KV scales as other engines look for them."""
+    options, checkpoint = run.options, run.stream.checkpoint
+    kv = options.kv
+    assert kv is not None
+    if options.weights is not None:
+        reader: type[WeightQuant] = type(reader_of(options.weights.quantizer, options.weights.plugin))
+    else:
+        choice = select_quant(None, checkpoint.quant)
+        reader = type(choice.quant or choice.dense)
+    told = reader.with_kv_scales(config.get("quantization_config"), kv.granularity)
+    if told is None:
+        say(
+            f"{reader.name} files have no word for KV scales per {kv.granularity}: k_scale and v_scale are "
+            "written, and engines other than this one may pass them over"
+        )
+    else:
+        config = config | {"quantization_config": told}
+    if kept := kv_report(run, texts, options)["kept_16_bit"]:
+        say(
+            f"WARNING: {len(kept)} layers should keep a 16-bit KV cache, which scales in a checkpoint cannot say: "
+            f"{', '.join(kept)}"
+        )
+    if kv.granularity == "head":
+        scales = {name: scale.reshape(-1, 1, 1) for name, scale in scales.items()}
+    return config, scales
+
+
 def _begin(run: CalibrationRun, texts: Texts, say: Say) -> None:
     say(f"calibrating with {texts.describe()}")
     for line in run.plan():
@@ -135,11 +178,22 @@ def kv_tensors(work: WorkFolder) -> dict[str, torch.Tensor]:
 
 
 def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
+    """`kv_dtype` is one name, or one for each layer where some keep 16 bits. Raises ConfigError when all would."""
     kv = options.kv
     assert isinstance(kv, KVOptions)
+    layers, name = kv_facts(run.work), kv.plugin.name
+    kept = [layer for layer, f in layers.items() if f["attention_output_error"] > kv.most_damage]
+    if len(kept) == len(layers):
+        least = min(f["attention_output_error"] for f in layers.values())
+        raise ConfigError(
+            f"a {name} KV cache damages every layer of this model too much",
+            have=f"relative errors of the attention outputs from {least:.3f} on", need=f"at most {kv.most_damage}",
+            hint="a 16-bit KV cache (--kv-dtype auto) or a greater --max-kv-damage",
+        )  # fmt: skip
+    by_layer = {layer: SIXTEEN_BIT if layer in kept else name for layer in layers}
     return {
-        "kv_dtype": kv.plugin.name, "method": kv.method, "granularity": kv.granularity, "text": texts.facts(),
-        "layers": kv_facts(run.work),
+        "kv_dtype": by_layer if kept else name, "method": kv.method, "granularity": kv.granularity,
+        "most_damage": kv.most_damage, "kept_16_bit": kept, "text": texts.facts(), "layers": layers,
     }  # fmt: skip
 
 

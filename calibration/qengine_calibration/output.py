@@ -13,8 +13,8 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import CheckpointWriter, write_json
 from qengine_calibration.work import WorkFolder
 
-REPORT = "calibration.json"
-"""What was measured while a copy was made; lies beside its config.json."""
+REPORT, KV_REPORT = "calibration.json", "kv_calibration.json"
+"""What was measured while a copy was made, and while KV scales alone were; beside the result."""
 
 
 def write_copy(

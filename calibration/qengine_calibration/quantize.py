@@ -39,7 +39,7 @@ COPIED = (".json", ".jinja", ".txt", ".model")
 COPIED_NAMES = ("LICENSE", "NOTICE")
 NOT_COPIED = (
     "config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "kv_scales.json",
-    "calibration.json",
+    "calibration.json", "kv_calibration.json",
 )  # fmt: skip
 
 Tick = Callable[[int, int], None]

@@ -53,9 +53,13 @@ class Picture:
 Part = Heading | Text | Table | Picture
 
 
+def has_matplotlib() -> bool:
+    return find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raise ConfigError where the extra for reports isn't installed; asked before long work."""
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise ConfigError(
             "an HTML report needs matplotlib, which is not installed", hint="pip install 'qengine-llm[report]'"
         )

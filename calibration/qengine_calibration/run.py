@@ -16,6 +16,7 @@ from qengine.models.blocks import DecoderLayer
 from qengine.plugin import Quantizer, WeightQuant
 from qengine.runtime import device as devices
 from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.host_memory import large_blocks_mapped
 from qengine_calibration.kv_scales import KVLayerResult, KVOptions, settle
 from qengine_calibration.layer import LayerQuantizer, LayerResult
 from qengine_calibration.memory import plan_memory
@@ -107,6 +108,10 @@ class CalibrationRun:
 
     def run(self, tick: Tick = lambda done, total: None) -> None:
         """Do what is left to do."""
+        with large_blocks_mapped():
+            self._run(tick)
+
+    def _run(self, tick: Tick) -> None:
         stream, work = self.stream, self.work
         total = len(stream.layers)
         devices.start_peak(stream.device)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qengine.cli.options import UNITS_NOTE, add_options, config_from, say
-from qengine.config import option
+from qengine.config import EngineConfig, option
 from qengine.errors import ConfigError
 from qengine.plugin.discovery import find_plugin
 
 if TYPE_CHECKING:
     from qengine_calibration.run import RunOptions
-    from qengine_calibration.texts import Texts
 
 NAME = "calibrate"
 HELP = "Make quantised weights or KV-cache scales from text"
 WHAT, WEIGHTS, KV, TEXT, RUN = "what to make", "weights", "KV cache", "text", "run"
+MIN_EVAL = 128
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,15 @@ class CalibrateConfig:
     feed: str = option(
         "original", "Whose outputs the next layer sees", group=WEIGHTS, choices=("original", "quantised")
     )
-    kv_granularity: str = option("head", "What shares a KV scale", group=KV, choices=("head", "tensor"))
+    kv_granularity: str | None = option(
+        None, "What shares a KV scale (default: head; with --embed tensor, which every reader takes)", group=KV,
+        choices=("head", "tensor"),
+    )  # fmt: skip
     method: str = option("mse", "How KV scales are chosen", group=KV, choices=("mse", "amax", "percentile"))
+    max_kv_damage: float = option(
+        0.2, "Layers whose attention output a scaled KV cache would put further off (relative error) keep 16 bits",
+        group=KV,
+    )  # fmt: skip
     embed: bool = option(
         False, "Write KV scales as k_scale and v_scale into a copy of the weights, for other engines", group=KV
     )
@@ -76,6 +84,10 @@ class CalibrateConfig:
     )  # fmt: skip
     seq_len: int = option(512, "Tokens of a sequence: rows are packed and cut to this", group=TEXT)
     samples: int | None = option(None, "Most sequences to use (default: all)", group=TEXT)
+    eval_tokens: int = option(
+        4096, "Tokens of held-out text on which the result is compared with the model before; 0: no comparison",
+        group=TEXT,
+    )  # fmt: skip
     device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))
     max_memory: int | None = option(
         None, "Bytes that the run may take on that device, on a CPU the whole process: micro-batches are made to fit",
@@ -94,6 +106,8 @@ class CalibrateConfig:
             raise ConfigError("--embed is about KV scales", need="--kv-dtype NAME")
         if self.seq_len < 16:
             raise ConfigError("--seq-len is too short", have=self.seq_len, need=">= 16")
+        if self.eval_tokens and self.eval_tokens < MIN_EVAL:
+            raise ConfigError("--eval-tokens is too small", have=self.eval_tokens, need=f">= {MIN_EVAL}, or 0 for none")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,8 +126,11 @@ def run(args: argparse.Namespace) -> int:
         find_plugin("kv", config.kv_dtype)
 
     from qengine.text.tokenizer import Tokenizer
+    from qengine_calibration import damage_report
+    from qengine_calibration.damage import end_to_end, write_report
     from qengine_calibration.data_files import find_data
     from qengine_calibration.make import make_copy, make_kv_scales
+    from qengine_calibration.output import KV_REPORT, REPORT
     from qengine_calibration.progress import bar
     from qengine_calibration.texts import load_texts
 
@@ -123,18 +140,32 @@ def run(args: argparse.Namespace) -> int:
         data, Tokenizer.load(folder), length=config.seq_len, samples=config.samples, field=config.data_field, name=name
     )
     options = _options(config, folder)
-    with bar("calibrate", config.quiet) as tick:
-        if config.quant is None and not config.embed:
-            target = Path(config.out) if config.out else folder
+    if config.quant is None and not config.embed:
+        target, report = Path(config.out) if config.out else folder, KV_REPORT
+        with bar("calibrate", config.quiet) as tick:
             facts = make_kv_scales(folder, target, texts, options, say=say, tick=tick)
-        else:
-            assert config.out is not None
-            target = Path(config.out)
+    else:
+        assert config.out is not None
+        target, report = Path(config.out), REPORT
+        with bar("calibrate", config.quiet) as tick:
             facts = make_copy(folder, target, texts, options, embed=config.embed, say=say, tick=tick)
-    for line in summary(facts, texts):
+    if config.eval_tokens:
+        with bar("evaluate", config.quiet) as tick:
+            facts["end_to_end"] = end_to_end(*_sides(config, folder, target), config.eval_tokens, say, tick)
+    for line in damage_report.lines(facts):
         say(line)
+    write_report(facts, target / report, say)
     print(target)
     return 0
+
+
+def _sides(config: CalibrateConfig, folder: Path, target: Path) -> tuple[EngineConfig, EngineConfig]:
+    """The model before and after, as they would be served."""
+    before = EngineConfig(model=str(folder), device=config.device)
+    kv_dtype = before.kv_cache_dtype if config.kv_dtype is None else config.kv_dtype
+    if config.quant is None and not config.embed:
+        return before, dataclasses.replace(before, kv_scales=str(target), kv_cache_dtype=kv_dtype)
+    return before, dataclasses.replace(before, model=str(target), kv_cache_dtype=kv_dtype)
 
 
 def _model(name: str, config: CalibrateConfig) -> Path:
@@ -158,33 +189,8 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
         names = ("bits", "group_size", "zero_point", "symmetric", "act_order", "granularity", "activations", "damping")
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
-        kv = KVOptions(load_plugin("kv", config.kv_dtype), config.kv_granularity, config.method)
+        granularity = config.kv_granularity or ("tensor" if config.embed else "head")
+        kv = KVOptions(load_plugin("kv", config.kv_dtype), granularity, config.method, config.max_kv_damage)
     return RunOptions(
         weights, kv, feed=config.feed, device=config.device, max_memory=config.max_memory, resume=config.resume
     )
-
-
-def summary(facts: dict[str, Any], texts: Texts) -> list[str]:
-    """A few lines about the damage; the whole is in the JSON files."""
-    lines = [f"text: {texts.describe()}"]
-    linears = facts.get("linears", {})
-    if linears:
-        errors = {n: f.get("output_error", f["weight_error"]) for n, f in linears.items()}
-        worst = max(errors, key=lambda n: errors[n])
-        mean = sum(errors.values()) / len(errors)
-        figures = f"{mean:.3f} on average, {errors[worst]:.3f} at {worst}"
-        lines.append(f"{len(errors)} linears: relative output error {figures}")
-    if cold := facts.get("cold"):
-        first = ", ".join(f"{n} ({tokens} tokens)" for n, tokens in list(cold.items())[:5])
-        lines.append(f"{len(cold)} linears saw too little text, their weights alone decided: {first}")
-    layers = facts.get("kv", {}).get("layers", {})
-    if layers:
-        means = [
-            sum(f[key] for f in layers.values()) / len(layers)
-            for key in ("attention_output_error", "attention_output_error_at_scale_1")
-        ]
-        silent = [f"{n} {k}" for n, f in layers.items() for k in ("k", "v") if f[k]["only_zeros"]]
-        lines.append(f"KV cache: relative attention-output error {means[0]:.4f}, at scale 1.0 {means[1]:.4f}")
-        if silent:
-            lines.append(f"only zeros came by, scale 1.0 is written: {', '.join(silent[:5])}")
-    return lines

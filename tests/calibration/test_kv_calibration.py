@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,65 @@ def test_embedded_scales_are_the_checkpoints(tmp_path: Path) -> None:
     # Calibrating again replaces them.
     make_copy(tmp_path / "copy", tmp_path / "third", texts(seed=9), options("amax", "tensor"), embed=True)
     assert load_file(tmp_path / "third" / "model.safetensors")["model.layers.0.self_attn.k_scale"].shape == (1,)
+
+
+def test_a_layer_that_is_damaged_too_much_keeps_16_bits(tmp_path: Path) -> None:
+    """The scales' layer map is served: layer 0 unscaled in 16 bits, layer 1 in fp8."""
+    folder = biased(tmp_path / "model")
+    facts = make_kv_scales(folder, folder, texts(), options("amax"))
+    names = list(facts["kv"]["layers"])
+    errors = [facts["kv"]["layers"][n]["attention_output_error"] for n in names]
+    assert facts["kv"]["kv_dtype"] == "fp8_e4m3" and facts["kv"]["kept_16_bit"] == [] and errors[0] != errors[1]
+    low, high = sorted(errors)
+    worst = names[errors.index(high)]
+    limited = replace(options("amax"), kv=KVOptions(Fp8E4M3KV, "head", "amax", (low + high) / 2))
+    facts = make_kv_scales(folder, folder, texts(), limited)
+    assert facts["kv"]["kept_16_bit"] == [worst]
+    b = built(folder)
+    assert [k.name for k, _ in b.kv.sides.values()] == ["auto" if n == worst else "fp8_e4m3" for n in names]
+    assert {n: "calibration file" in b.scales.scales[n].source for n in names} == {n: n != worst for n in names}
+    strict = replace(limited, kv=KVOptions(Fp8E4M3KV, most_damage=low / 10))
+    with pytest.raises(ConfigError, match=r"damages every layer.*need: at most"):
+        make_kv_scales(folder, tmp_path / "none", texts(), strict)
+    said: list[str] = []
+    make_copy(folder, tmp_path / "copy", texts(), limited, embed=True, say=said.append)
+    assert any(line.startswith("WARNING: 1 layers should keep") and worst in line for line in said)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+@pytest.mark.parametrize(
+    ("quant", "method", "word"),
+    [(None, "compressed-tensors", "kv_cache_scheme"), ("fp8", "compressed-tensors", "kv_cache_scheme"),
+     ("block", "fp8", "kv_cache_scheme"), ("awq", "awq", None)],
+)  # fmt: skip
+def test_embedded_scales_are_announced(
+    quant: str | None, method: str, word: str | None, granularity: str, tmp_path: Path
+) -> None:
+    """In the config and the shapes that other engines' readers look for, where the format has a word for them."""
+    folder = make_tiny(tmp_path / "model", dtype="float16")
+    made = {"fp8": {}, "block": {"granularity": "block"}, "awq": {"group_size": 64}}
+    weights = None if quant is None else weights_option("fp8" if quant == "block" else quant, **made[quant])
+    wanted = RunOptions(weights, KVOptions(Fp8E4M3KV, granularity, "amax"), device="cpu")
+    said: list[str] = []
+    make_copy(folder, tmp_path / "copy", texts(), wanted, embed=True, say=said.append)
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
+    told = word is not None and (method != "fp8" or granularity == "tensor")
+    assert config["quant_method"] == method and bool(config.get("kv_cache_scheme")) == told
+    assert any("no word for KV scales" in line for line in said) != told
+    if method == "compressed-tensors":
+        assert config["kv_cache_scheme"]["strategy"] == {"tensor": "tensor", "head": "attn_head"}[granularity]
+    scale = load_file(tmp_path / "copy" / "model.safetensors")["model.layers.0.self_attn.k_scale"]
+    assert scale.shape == ((1,) if granularity == "tensor" else (2, 1, 1))
+    b = built(tmp_path / "copy")
+    assert b.scales.scales["model.layers.0.self_attn"].k.tolist() == scale.expand(2, 1, 1).flatten().tolist()
+    assert not b.scales.warnings and not b.load_plan.warnings
+
+
+def test_scales_for_another_cache_are_not_embedded(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    wanted = RunOptions(kv=KVOptions(Fp8E5M2KV), device="cpu")
+    with pytest.raises(ConfigError, match="are for an e4m3 cache, not fp8_e5m2"):
+        make_copy(folder, tmp_path / "copy", texts(), wanted, embed=True)
 
 
 def test_a_quantised_checkpoint_gets_scales_too(tmp_path: Path) -> None:
