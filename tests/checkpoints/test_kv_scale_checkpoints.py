@@ -24,7 +24,8 @@ NAMES = [name for name in folders("") if re.search(r"(kv8|attn8)", name)]
 def resolved(folder: Path, kv: str) -> tuple[ResolvedScales, Checkpoint]:
     model, _, checkpoint = plan_folder(folder)
     config = checkpoint.quant.config if checkpoint.quant else None
-    return resolve_kv_scales(checkpoint, model.attention, KVDtypes.uniform(model.attention, load_plugin("kv", kv)), config), checkpoint
+    dtypes = KVDtypes.uniform(model.attention, load_plugin("kv", kv))
+    return resolve_kv_scales(checkpoint, model.attention, dtypes, config), checkpoint
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != RUBBISH])

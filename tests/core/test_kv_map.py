@@ -50,8 +50,8 @@ def test_only_names_that_count_are_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fp8,", "=fp8", "k=", "q=fp8", "layers=a", "layers.x=a", "layers.3-1=a", "layers.0.q=a", "layers.-1=a", "a=b=c",
-     "fp8;int8", "k=a v=b", "layers.1-=a", "-fp8"],
+    ["", "fp8,", "=fp8", "k=", "q=fp8", "layers=a", "layers.x=a", "layers.3-1=a", "layers.0.q=a", "layers.-1=a",
+     "a=b=c", "fp8;int8", "k=a v=b", "layers.1-=a", "-fp8"],
 )  # fmt: skip
 def test_odd_spellings_are_refused_by_what_is_odd(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
     python cross_compile_worker.py 75,80        one JSON line a variant: chip, name, shared bytes, limit, error
     python cross_compile_worker.py control      the same for variants that must not compile
+    python cross_compile_worker.py kv K V 75,80 cache kernels with two installed KV dtypes whose rows are packed
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qengine.plugin import AttentionSpec, KVDtype
+from qengine.plugin.discovery import load_plugin
 from qengine_awq.kernels import unpack_nibble
 from qengine_compressed_tensors.kernels import int8_dot, int8_encode
 from qengine_dense.kernels import identity_decode, identity_encode
@@ -45,6 +50,9 @@ from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from row_format import RowKV
+
 ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
 FUNCTIONS = {
     "same": (identity_encode, identity_decode),
@@ -56,7 +64,8 @@ FUNCTIONS = {
 @dataclass
 class Variant:
     """One kernel with its constexprs; `types` give the element types of pointer arguments (by name) and the types of
-    scalars other than i32; `aligned` are scalars that are multiples of 16, beside the usual ones."""
+    scalars other than i32; `aligned` are scalars that are multiples of 16, beside the usual ones, and `unaligned` usual
+    ones that are not."""
 
     name: str
     kernel: Any
@@ -64,6 +73,7 @@ class Variant:
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
 
 
 def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -112,8 +122,8 @@ def attention(
         "V_READ": FUNCTIONS[format][1], "V_ROWS": False, "V_ALIGN": 16,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
-    types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype, "scale": "fp32", "soft_cap": "fp32"}
-    types |= {"p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
+    types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype}
+    types |= {"scale": "fp32", "soft_cap": "fp32", "p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
     for name in ("p_partial", "p_partial_max", "p_partial_sum", "p_k_scale", "p_v_scale"):
         types[name] = "fp32"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -134,6 +144,35 @@ def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -
     constants |= {"K_ALIGN": 16, "V_ALIGN": 16}
     constants |= {"BLOCK_N": 32, "BLOCK_D": block_d}
     yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
+
+
+TYPE_CODES = {torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16"}
+PACKED_STRIDES = ("k_token_stride", "k_row_stride", "v_token_stride", "v_row_stride")
+
+
+def packed_rows(
+    chip: Chip, dtype: str, kinds: tuple[type[KVDtype], type[KVDtype]], head_dim: int, attend: bool
+) -> Iterator[Variant]:
+    """The cache kernels with K and V of two formats with rows of their own, whose strides are multiples of 4."""
+    spec, native = AttentionSpec(32, 8, head_dim, 1.0), chip.sm >= 89
+    compute = {code: t for t, code in TYPE_CODES.items()}[dtype]
+    k, v = kinds[0](spec, "k", compute), kinds[1](spec, "v", compute)
+    types = {"p_k_cache": TYPE_CODES[k.layout(16).dtype], "p_v_cache": TYPE_CODES[v.layout(16).dtype]}
+    store = {"K_WRITE": k.functions().store, "V_WRITE": v.functions().store, "K_ROWS": True, "V_ROWS": True}
+    load = {"K_READ": k.functions().load, "V_READ": v.functions().load, "K_ROWS": True, "V_ROWS": True}
+    load |= {"K_ALIGN": 4, "V_ALIGN": 4}
+    (write,) = cache_writes(dtype, "e4m3", native)
+    _, gather = helpers_of_attention(dtype, "e4m3", native, head_dim)
+    found = [(write, store | {"HEAD_DIM": head_dim}), (gather, load)]
+    if attend:
+        for decode in (True, False) if chip.tensor_cores else (True,):
+            found += [(variant, load) for variant in attention(chip, dtype, "e4m3", native, (4, head_dim), decode, {})]
+    for variant, changes in found:
+        variant.types |= types
+        variant.constants |= changes
+        variant.name += f" {k.name}/{v.name}"
+        variant.unaligned = PACKED_STRIDES
+        yield variant
 
 
 def gemms(
@@ -254,6 +293,7 @@ def variants(chip: Chip) -> Iterator[Variant]:
     if float32:
         yield from attention(chip, "fp32", "e4m3", False, (48, 128), True, {})
     yield from helpers_of_attention(half, "e4m3", native, 96)
+    yield from packed_rows(chip, half, (RowKV, RowKV), 128, attend=chip.sm in (75, 90))
     if chip.tensor_cores:
         yield from attention(chip, half, "e4m3", native, (4, 128), False, {})
         yield from attention(chip, half, "same", False, (2, 256), False, {"WINDOW": 1024, "SOFT_CAP": True})
@@ -313,7 +353,7 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
         else:
             signature[name] = variant.types.get(name, "i32")
             known = ("n", "k", *variant.aligned)
-            if name.endswith("stride") or name in known:
+            if (name.endswith("stride") or name in known) and name not in variant.unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {(names.index(k),): v for k, v in variant.constants.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -339,6 +379,13 @@ def main() -> None:
     if sys.argv[1] == "control":
         for variant, chip in control():
             report(variant, chip)
+        return
+    if sys.argv[1] == "kv":
+        pair = load_plugin("kv", sys.argv[2]), load_plugin("kv", sys.argv[3])
+        for sm in map(int, sys.argv[4].split(",")):
+            half = "fp16" if sm < 80 else "bf16"
+            for variant in packed_rows(Chip.known(sm), half, pair, 80, attend=sm in (75, 90)):
+                report(variant, Chip.known(sm))
         return
     for sm in sys.argv[1].split(","):
         for variant in variants(Chip.known(int(sm))):

@@ -253,9 +253,11 @@ def gather_kernel(
     o_out = (i_kv * (high - low) + o_local)[:, None] * HEAD_DIM + o_d
     p_head = p_k_cache + tl.multiple_of(i_kv * k_row_stride, K_ALIGN)
     p_rows = row_pointers(p_head, i_block, o_n % BLOCK_SIZE, k_block_stride, k_token_stride, K_ALIGN)
-    b_k = load_tile(p_rows[:, None], o_d, n_mask, K_READ, K_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_k_scale + i_kv)
+    b_k = load_tile(p_rows[:, None], o_d, n_mask, K_READ, K_ROWS, HEAD_DIM, NATIVE).to(tl.float32)
+    b_k *= tl.load(p_k_scale + i_kv)
     tl.store(p_k_out + o_out, b_k.to(p_k_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))
     p_head = p_v_cache + tl.multiple_of(i_kv * v_row_stride, V_ALIGN)
     p_rows = row_pointers(p_head, i_block, o_n % BLOCK_SIZE, v_block_stride, v_token_stride, V_ALIGN)
-    b_v = load_tile(p_rows[:, None], o_d, n_mask, V_READ, V_ROWS, HEAD_DIM, NATIVE).to(tl.float32) * tl.load(p_v_scale + i_kv)
+    b_v = load_tile(p_rows[:, None], o_d, n_mask, V_READ, V_ROWS, HEAD_DIM, NATIVE).to(tl.float32)
+    b_v *= tl.load(p_v_scale + i_kv)
     tl.store(p_v_out + o_out, b_v.to(p_v_out.dtype.element_ty), mask=n_mask & (o_d < HEAD_DIM))

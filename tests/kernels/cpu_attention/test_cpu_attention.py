@@ -77,7 +77,9 @@ def run(
     return out
 
 
-def expected(case: PagedCase, spec: AttentionSpec, kind: type[KVDtype], s: KVScales, dtype: torch.dtype) -> torch.Tensor:
+def expected(
+    case: PagedCase, spec: AttentionSpec, kind: type[KVDtype], s: KVScales, dtype: torch.dtype
+) -> torch.Tensor:
     """float32, with what the format makes of K and V."""
     plugin = kind(spec, "k", dtype)
 
