@@ -193,3 +193,19 @@ def _root(e: BaseException) -> BaseException:
 
 def _first_line(e: BaseException) -> str:
     return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}".rstrip(": ")
+
+
+def installed_version(distribution: str) -> str | None:
+    """None when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(distribution: str) -> list[str]:
+    """What an installed distribution asks for, such as "torch>=2.11"; nothing when it is not installed."""
+    try:
+        return metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []

@@ -52,6 +52,11 @@ def select_device(name: str) -> tuple[torch.device, DeviceInfo]:
     return torch.device("cuda", 0), info
 
 
+def cuda_count() -> int:
+    """GPUs that torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def cuda_info(index: int) -> DeviceInfo:
     p = torch.cuda.get_device_properties(index)
     shared = getattr(p, "shared_memory_per_block_optin", 0) or 48 * 1024

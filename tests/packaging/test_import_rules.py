@@ -34,9 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "qengine.llm": {"qengine.prepare", "qengine.beam_search"} | FRONT,
     "qengine.server": {"qengine.prepare"} | FRONT,
     "qengine.bench": {"qengine.prepare"} | FRONT,
+    "qengine.doctor": {"qengine.conformance", "qengine.layers", "qengine_kernels"} | FRONT,
     "qengine.cli": {
         "qengine.prepare", "qengine.server", "qengine.llm", "qengine_calibration", "qengine.conformance",
-        "qengine.bench",
+        "qengine.bench", "qengine.doctor",
     }
     | FRONT,
     "qengine_calibration": {"qengine.plugin", "qengine.models", "qengine.layers", "qengine.runtime"} | LEAVES,
