@@ -13,7 +13,7 @@ from qengine.plugin import AttentionSpec, DeviceInfo, KVDtype, KVLayout, KVScale
 from qengine_dense.kv import AutoKV
 from qengine_kernels.kv_write.reference import write_kv_reference
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
-from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
 from qengine_kv_fp8.backend import Fp8E4M3KV, Fp8E5M2KV
 from row_format import RowKV
 
@@ -59,9 +59,15 @@ def write(cache: KVLayer, case: PagedCase) -> None:
     case.batch.scratch.clear()
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("shape", "window", "pair"),
+    [
+        *(((4, 2, 64), None, pair) for pair in PAIRS),
+        *(((3, 1, 80), 20, pair) for pair in ("rows-e4m3", "auto-rows")),
+    ],
+    ids=readable_id,
+)
 @pytest.mark.parametrize("place", ["template", "gather", "cpu"])
-@pytest.mark.parametrize(("shape", "window"), [((4, 2, 64), None), ((3, 1, 80), 20)], ids=["d64", "d80-window"])
 def test_every_pair_on_every_path(
     shape: tuple[int, int, int], window: int | None, place: str, pair: str, device: torch.device
 ) -> None:
