@@ -10,36 +10,30 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from cross_compile_cache import FUNCTIONS, attention, cache_writes, helpers_of_attention, packed_rows
+from cross_compile_variant import ITEM, Variant, compile_variant, split_options
 
-from qengine.plugin import AttentionSpec, KVDtype
 from qengine.plugin.discovery import load_plugin
 from qengine_awq.kernels import unpack_nibble
 from qengine_compressed_tensors.kernels import int8_dot, int8_encode
-from qengine_dense.kernels import identity_decode, identity_encode
+from qengine_dense.kernels import identity_decode
 from qengine_gptq.kernels import UNPACK as GPTQ_UNPACK
 from qengine_kernels.fp8.device import (
-    e4m3_decode,
     e4m3_decode_finite,
     e4m3_dot,
     e4m3_encode,
-    e5m2_decode,
-    e5m2_encode,
 )
-from qengine_kernels.gated_activation.kernel import gated_activation_config, gated_activation_kernel
-from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
+from qengine_kernels.gated_activation.kernel import (
+    gated_activation_config,
+    gated_activation_kernel,
+    scaled_activation_kernel,
+)
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm.config import plan_grouped
 from qengine_kernels.moe_gemm.kernel import grouped_gemm_kernel
-from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
-from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
 from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_rows_kernel
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
@@ -53,33 +47,6 @@ from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, ge
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
 
-ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
-FUNCTIONS = {
-    "same": (identity_encode, identity_decode),
-    "e4m3": (e4m3_encode, e4m3_decode),
-    "e5m2": (e5m2_encode, e5m2_decode),
-}
-
-
-@dataclass
-class Variant:
-    """One kernel with its constexprs; `types` give the element types of pointer arguments (by name) and the types of
-    scalars other than i32; `aligned` are scalars that are multiples of 16, beside the usual ones, and `unaligned` usual
-    ones that are not."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, int] = field(default_factory=dict)
-    aligned: tuple[str, ...] = ()
-    unaligned: tuple[str, ...] = ()
-
-
-def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    options = {k: v for k, v in config.items() if k.startswith("num_")}
-    return {k: v for k, v in config.items() if k not in options}, options
-
 
 def small_kernels(dtype: str) -> Iterator[Variant]:
     floats = {"eps": "fp32", "weight_offset": "fp32"}
@@ -88,91 +55,21 @@ def small_kernels(dtype: str) -> Iterator[Variant]:
         constants |= {"WIDTH": width, "HAS_RESIDUAL": residual is not None}
         types = {"p_x": dtype, "p_weight": dtype, "p_residual": residual or dtype, "p_out": dtype, **floats}
         yield Variant(f"rms_norm {width} {dtype}", rms_norm_kernel, types, constants, options)
+    if dtype == "fp16":  # what a feed-forward in float16 adds to the residual
+        constants, options = split_options(rms_norm_config(4096))
+        constants |= {"WIDTH": 4096, "HAS_RESIDUAL": True}
+        types = {"p_x": "fp32", "p_weight": "fp32", "p_residual": "fp32", "p_out": "fp16", **floats}
+        yield Variant("rms_norm 4096 fp32 to fp16", rms_norm_kernel, types, constants, options)
     for kind in ("silu", "gelu", "gelu_tanh"):
         constants, options = split_options(gated_activation_config(14336))
         types = {"p_x": dtype, "p_out": dtype}
         yield Variant(f"{kind} {dtype}", gated_activation_kernel, types, constants | {"KIND": kind}, options)
+    if dtype == "fp16":
+        types |= {"p_scale": "fp32", "limit": "fp32"}
+        yield Variant("scaled_activation", scaled_activation_kernel, types, constants | {"KIND": "silu"}, options)
     constants, options = split_options(rotary_config(64))
     types = {"p_q": dtype, "p_k": dtype, "p_cos": "fp32", "p_sin": "fp32"}
     yield Variant(f"rotary {dtype}", rotary_kernel, types, constants | {"HALF": 64}, options)
-
-
-def cache_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
-    encode = FUNCTIONS[format][0]
-    constants, options = split_options(write_kv_config(8, 128))
-    constants |= {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "NATIVE": native}
-    constants |= {"K_WRITE": encode, "K_ROWS": False, "V_WRITE": encode, "V_ROWS": False}
-    stored = dtype if format == "same" else "u8"
-    types = {"p_k": dtype, "p_v": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_slots": "i64"}
-    types |= {"p_k_inverse": "fp32", "p_v_inverse": "fp32"}
-    yield Variant(f"write_kv {dtype} {format} native={native}", write_kv_kernel, types, constants, options)
-
-
-def attention(
-    chip: Chip, dtype: str, format: str, native: bool, shape: tuple[int, int], decode: bool, rules: dict[str, Any]
-) -> Iterator[Variant]:
-    """shape = (query heads per KV head, head_dim)."""
-    group, head_dim = shape
-    stored = dtype if format == "same" else "u8"
-    tile: AttentionTile = attention_tile(chip, group, head_dim, (ITEM[stored],) * 2, ITEM[dtype], decode)
-    constants = {
-        "HEADS": 8 * group, "GROUP": group, "TILE_HEADS": tile.heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16,
-        "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "NATIVE": native,
-        "K_READ": FUNCTIONS[format][1], "K_ROWS": False, "K_ALIGN": 16,
-        "V_READ": FUNCTIONS[format][1], "V_ROWS": False, "V_ALIGN": 16,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
-    }  # fmt: skip
-    types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype}
-    types |= {"scale": "fp32", "soft_cap": "fp32", "p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
-    for name in ("p_partial", "p_partial_max", "p_partial_sum", "p_k_scale", "p_v_scale"):
-        types[name] = "fp32"
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    name = f"{'decode' if decode else 'prefill'} g{group} d{head_dim} {dtype} {format} native={native} {rules}"
-    yield Variant(name, paged_attention_kernel, types, constants | rules, options)
-
-
-def helpers_of_attention(dtype: str, format: str, native: bool, head_dim: int) -> Iterator[Variant]:
-    block_d = 1 << (head_dim - 1).bit_length()
-    types = {"p_partial": "fp32", "p_partial_max": "fp32", "p_partial_sum": "fp32", "p_out": dtype, "p_v_scale": "fp32"}
-    constants = {"GROUP": 4, "HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SPLITS": 8}
-    yield Variant(f"combine d{head_dim} {dtype}", combine_kernel, types, constants)
-    stored = dtype if format == "same" else "u8"
-    types = {"p_k_cache": stored, "p_v_cache": stored, "p_k_out": dtype, "p_v_out": dtype, "p_blocks": "i32"}
-    types |= {"p_k_scale": "fp32", "p_v_scale": "fp32"}
-    constants = {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "NATIVE": native}
-    constants |= {"K_READ": FUNCTIONS[format][1], "K_ROWS": False, "V_READ": FUNCTIONS[format][1], "V_ROWS": False}
-    constants |= {"K_ALIGN": 16, "V_ALIGN": 16}
-    constants |= {"BLOCK_N": 32, "BLOCK_D": block_d}
-    yield Variant(f"gather d{head_dim} {dtype} {format} native={native}", gather_kernel, types, constants)
-
-
-TYPE_CODES = {torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16"}
-PACKED_STRIDES = ("k_token_stride", "k_row_stride", "v_token_stride", "v_row_stride")
-
-
-def packed_rows(
-    chip: Chip, dtype: str, kinds: tuple[type[KVDtype], type[KVDtype]], head_dim: int, attend: bool
-) -> Iterator[Variant]:
-    """The cache kernels with K and V of two formats with rows of their own, whose strides are multiples of 4."""
-    spec, native = AttentionSpec(32, 8, head_dim, 1.0), chip.sm >= 89
-    compute = {code: t for t, code in TYPE_CODES.items()}[dtype]
-    k, v = kinds[0](spec, "k", compute), kinds[1](spec, "v", compute)
-    types = {"p_k_cache": TYPE_CODES[k.layout(16).dtype], "p_v_cache": TYPE_CODES[v.layout(16).dtype]}
-    store = {"K_WRITE": k.functions().store, "V_WRITE": v.functions().store, "K_ROWS": True, "V_ROWS": True}
-    load = {"K_READ": k.functions().load, "V_READ": v.functions().load, "K_ROWS": True, "V_ROWS": True}
-    load |= {"K_ALIGN": 4, "V_ALIGN": 4}
-    (write,) = cache_writes(dtype, "e4m3", native)
-    _, gather = helpers_of_attention(dtype, "e4m3", native, head_dim)
-    found = [(write, store | {"HEAD_DIM": head_dim}), (gather, load)]
-    if attend:
-        for decode in (True, False) if chip.tensor_cores else (True,):
-            found += [(variant, load) for variant in attention(chip, dtype, "e4m3", native, (4, head_dim), decode, {})]
-    for variant, changes in found:
-        variant.types |= types
-        variant.constants |= changes
-        variant.name += f" {k.name}/{v.name}"
-        variant.unaligned = PACKED_STRIDES
-        yield variant
 
 
 def gemms(
@@ -338,27 +235,6 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from gemms(chip, half, 64, 4096, 32, True, 16, bits=8)
         if float32:
             yield from gemms(chip, "fp32", 64, 200, 40, False, 1)
-
-
-def compile_variant(variant: Variant, chip: Chip) -> int:
-    """Shared memory of the compiled kernel, in bytes. Pointers are 16-byte aligned, as torch's are."""
-    names = variant.kernel.arg_names
-    signature, attributes = {}, {}
-    for i, name in enumerate(names):
-        if name in variant.constants:
-            signature[name] = "constexpr"
-        elif name.startswith("p_"):
-            signature[name] = "*" + variant.types[name]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = variant.types.get(name, "i32")
-            known = ("n", "k", *variant.aligned)
-            if (name.endswith("stride") or name in known) and name not in variant.unaligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {(names.index(k),): v for k, v in variant.constants.items()}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
-    return int(compiled.metadata.shared)
 
 
 def control() -> list[tuple[Variant, Chip]]:

@@ -1,0 +1,55 @@
+"""A kernel variant, and compiling it to cubin for a chip that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qengine_kernels.launch import Chip
+
+ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
+
+
+@dataclass
+class Variant:
+    """One kernel with its constexprs; `types` give the element types of pointer arguments (by name) and the types of
+    scalars other than i32; `aligned` are scalars that are multiples of 16, beside the usual ones, and `unaligned` usual
+    ones that are not."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
+
+
+def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    options = {k: v for k, v in config.items() if k.startswith("num_")}
+    return {k: v for k, v in config.items() if k not in options}, options
+
+
+def compile_variant(variant: Variant, chip: Chip) -> int:
+    """Shared memory of the compiled kernel, in bytes. Pointers are 16-byte aligned, as torch's are."""
+    names = variant.kernel.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        elif name.startswith("p_"):
+            signature[name] = "*" + variant.types[name]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = variant.types.get(name, "i32")
+            known = ("n", "k", *variant.aligned)
+            if (name.endswith("stride") or name in known) and name not in variant.unaligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    constants = {(names.index(k),): v for k, v in variant.constants.items()}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
+    return int(compiled.metadata.shared)
