@@ -74,6 +74,10 @@ def activation(device: torch.device, info: DeviceInfo, dtype: torch.dtype, limit
     }
     for kind, want in formulas.items():
         _near(kind, GatedActivation(kind)(x.clone().to(device)), want * up, limit)
+        if dtype is torch.float16:
+            large = torch.cat((x[:, :HIDDEN], x[:, HIDDEN:] * 4096), dim=-1)
+            y, scale = GatedActivation(kind).scaled(large.to(device))
+            _near(f"{kind} beyond float16", y.float() * scale, want * large[:, HIDDEN:].float(), limit)
     return f"{', '.join(formulas)} by {'Triton' if device.type == 'cuda' else 'torch'}"
 
 

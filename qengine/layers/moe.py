@@ -133,14 +133,19 @@ class SparseMoE:
         return -(-self.spec.top_k * (3 * self.spec.intermediate_size + 2 * self.spec.hidden_size) // 3)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]."""
+        """x [T, hidden_size] -> [T, hidden_size]; float32 where the compute dtype is float16, whose range a product of
+        gate and up can leave in models that were trained in bfloat16."""
         pairs = self.route(self.router(x))
         up, down = self.gate_up.op(), self.down.op()
         if up is None or down is None or len(pairs.order) > min(up.most_pairs, down.most_pairs):
             y = self.one_by_one(x, pairs)
+        elif self.dtype is torch.float16:
+            inner, scale = self.activation.scaled(up(x, pairs, False))
+            y = down(inner, pairs, True).float().mul_(torch.empty_like(scale).index_copy_(0, pairs.order, scale))
         else:
             y = down(self.activation(up(x, pairs, False)), pairs, True)
-        return y.view(x.shape[0], -1, self.spec.hidden_size).sum(1).to(self.dtype)
+        y = y.view(x.shape[0], -1, self.spec.hidden_size).sum(1)
+        return y if self.dtype is torch.float16 else y.to(self.dtype)
 
     def inputs(self) -> list[Linear]:
         """The router, which sees every token, and the first linears of all experts."""
@@ -170,6 +175,11 @@ class SparseMoE:
             if a == b:
                 continue
             order = pairs.order[a:b]
-            y = self.down.leaves[e](self.activation(self.gate_up.leaves[e](x.index_select(0, tokens[a:b]))))
+            gate_up = self.gate_up.leaves[e](x.index_select(0, tokens[a:b]))
+            if self.dtype is torch.float16:
+                inner, scale = self.activation.scaled(gate_up)
+                y = self.down.leaves[e](inner).float().mul_(scale)
+            else:
+                y = self.down.leaves[e](self.activation(gate_up))
             out.index_copy_(0, order, y * pairs.weights[order, None])
         return out

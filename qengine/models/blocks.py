@@ -112,6 +112,16 @@ class SelfAttention:
         return [Feed([self.output], self.qkv, rows.flatten())]
 
 
+def unscaled(linear: Linear, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """linear(x * scale) in float32, for rows x [T, in_features] and their scales [T, 1]. The bias is no part of what is
+    scaled: a row of zeros shows it."""
+    y = linear(x).float()
+    if not linear.specs[0].bias:
+        return y.mul_(scale)
+    bias = linear(torch.zeros_like(x[:1])).float()
+    return y.sub_(bias).mul_(scale).add_(bias)
+
+
 class GatedMLP:
     """down(activation(gate(x)) * up(x))."""
 
@@ -124,8 +134,13 @@ class GatedMLP:
         self.down = Linear(ctx, f"{name}.down_proj", i, h, bias=rules.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]."""
-        return self.down(self.activation(self.gate_up(x)))
+        """x [T, hidden_size] -> [T, hidden_size]; float32 where the compute dtype is float16, whose range a product of
+        gate and up can leave in models that were trained in bfloat16."""
+        gate_up = self.gate_up(x)
+        if gate_up.dtype is not torch.float16:
+            return self.down(self.activation(gate_up))
+        y, scale = self.activation.scaled(gate_up)
+        return unscaled(self.down, y, scale)
 
     def inputs(self) -> list[Linear]:
         return [self.gate_up]

@@ -19,7 +19,7 @@ from qengine.core.refusal import plan
 from qengine.errors import CapacityError, ConfigError
 from qengine.layers.module import ModelContext
 from qengine.models.model import Model
-from qengine.models.registry import build_model
+from qengine.models.registry import build_model, native_builder
 from qengine.plugin import DeviceInfo, KVLayout
 from qengine.runtime import device as devices
 from qengine.runtime import report
@@ -115,6 +115,7 @@ def divide(s: Surveyed) -> Built:
             f"{report.gib(load_plan.total_bytes)}, without the copies that make large batches fast"
         )
         load_plan, compact = smaller.load_plan, True
+    notes += _range_notes(s)
     model = s.model
     if memory.max_model_len != model.ctx.max_model_len:
         # Length-dependent rotary frequencies follow the final length, so the (still empty) model is built anew.
@@ -127,6 +128,16 @@ def divide(s: Surveyed) -> Built:
         config, s.machine.device, s.machine.info, s.dtype, s.dtype_reason, batched_tokens(config, s.machine.info),
         s.choice, s.kv, s.checkpoint, model, layouts, load_plan, s.scales, memory, notes,
     )  # fmt: skip
+
+
+def _range_notes(s: Surveyed) -> list[str]:
+    """Native families keep float32 where float16's range is too small; other people's modules don't."""
+    if s.dtype is not torch.float16 or s.checkpoint.dtype is torch.float16 or native_builder(s.model.config):
+        return []
+    return [
+        "WARNING: this model runs through transformers in float16, for which it was not trained: a request whose "
+        "values leave float16's range ends with an error"
+    ]
 
 
 def look_at(

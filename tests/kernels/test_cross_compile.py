@@ -47,7 +47,7 @@ def test_all_variants_on_all_chips() -> None:
     for sm in (75, 80, 86, 89, 90, 100, 120):
         kinds = {row["name"].split()[0] for row in rows if row["sm"] == sm}
         needed = {"decode", "combine", "gather", "write_kv", "gemv", "dequantize", "sum_splits"}
-        needed |= {"fp8_gemv", "fp8_dequantize", "experts_gemv", "int8_pair", "int8_rows"}
+        needed |= {"scaled_activation", "fp8_gemv", "fp8_dequantize", "experts_gemv", "int8_pair", "int8_rows"}
         needed |= {"prefill", "gemm", "fp8_gemm", "experts_dot"} if sm >= 80 else set()
         needed |= {"fp8_pair", "quantize_rows"} if sm >= 89 else set()
         assert needed <= kinds, (sm, needed - kinds)

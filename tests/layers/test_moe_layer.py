@@ -84,7 +84,7 @@ class GroupedOp(ExpertsOp):
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         self.calls += 1
         weights = pairs.weights if combine else None
-        return grouped_reference(x, self.dense, pairs.order, pairs.offsets, pairs.top_k, weights)
+        return grouped_reference(x, self.dense, pairs.order, pairs.offsets, pairs.top_k, weights).to(x.dtype)
 
 
 def grouped_layer(
@@ -198,3 +198,26 @@ def test_on_a_cpu_experts_take_the_smaller_variant() -> None:
     moe.router.resolve([Roomy()])
     assert type(moe.down.leaves[0].schemes[0]) is TorchLinearScheme
     assert type(moe.router.schemes[0]) is Roomy
+
+
+def test_grouped_experts_keep_their_range_in_float16() -> None:
+    """Products of gate and up far beyond float16, through the grouped op; the control is the op without the scales."""
+    state = weights()
+    for name in state:
+        state[name] *= {"w1": 30, "w3": 3000}.get(name.split(".")[-2], 1)
+    moe = grouped_layer(state, {})
+    moe.dtype = torch.float16
+    groups = (moe.gate_up.op(), moe.down.op())
+    for op in groups:
+        assert isinstance(op, GroupedOp)
+        op.dense = op.dense.half().float()
+    x = torch.randn(6, 16).half()
+    halves = {name: t.half().float() if "experts" in name else t for name, t in state.items()}
+    want = by_definition(x.float(), halves)
+    got = moe(x)
+    assert want.abs().max() > 65504 and got.dtype is torch.float32
+    assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 5e-3
+    up, down = groups
+    assert up is not None and down is not None
+    pairs = moe.route(moe.router(x))
+    assert not torch.isfinite(down(moe.activation(up(x, pairs, False)), pairs, True)).all()

@@ -101,7 +101,7 @@ def test_embedding_keeps_the_compute_dtype_and_answers_in_the_residual_dtype() -
 
 def test_shared_embedding_gathers_from_the_head() -> None:
     ctx = context(None)
-    ctx.device = torch.device("cuda")
+    ctx.info = DeviceInfo("cuda")
     layer, head = Embedding(ctx, "e", 10, 6), Linear(ctx, "lm_head", 6, 10)
     layer.share(head)
     assert layer.needs() == [] and layer.resident_bytes(DeviceInfo("cuda")) == {}

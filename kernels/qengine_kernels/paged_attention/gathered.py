@@ -48,7 +48,8 @@ def dense_attention(
         if soft_cap is None:
             y = F.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale)
         else:
-            scores = soft_cap * torch.tanh((part @ keys.mT).float() * (scale / soft_cap))
+            # Queries are scaled first: in float16 the bare products can leave its range.
+            scores = soft_cap * torch.tanh(((part * scale) @ keys.mT).float() / soft_cap)
             y = scores.masked_fill_(~mask, float("-inf")).softmax(-1).to(q.dtype) @ values
         out[start : start + chunk] = y.permute(2, 0, 1, 3).reshape(-1, heads, head_dim)
     return out

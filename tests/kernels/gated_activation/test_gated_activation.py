@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qengine_kernels.gated_activation import KINDS, gated_activation
-from qengine_kernels.gated_activation.kernel import launch_gated_activation
-from qengine_kernels.gated_activation.reference import gated_activation_reference
+from qengine_kernels.gated_activation import KINDS, gated_activation, scaled_activation
+from qengine_kernels.gated_activation.kernel import launch_gated_activation, launch_scaled_activation
+from qengine_kernels.gated_activation.reference import gated_activation_reference, scaled_activation_reference
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
@@ -47,6 +47,54 @@ def test_kinds_and_halves_are_told_apart() -> None:
         assert_close("halves", gated_activation(swapped, "silu"), gated_activation(x, "silu"), 6e-3)
     with pytest.raises(KernelMismatch):
         assert_close("gelu", gated_activation(x, "gelu"), gated_activation(x, "gelu_tanh"), LIMITS[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=readable_id)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1536), (3, 200), (2, 2500), (0, 8)], ids=readable_id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scaled_rows_keep_within_the_limit(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows of ordinary size, and rows whose product leaves float16 by far."""
+    x = torch.randn(shape[0], 2 * shape[1]) * 6
+    x[::2] *= 300
+    x = x.to(dtype).to(device)
+    with poisoned_empty():
+        got, scale = launch_scaled_activation(x, kind, 64.0)
+    want, scale_of = scaled_activation_reference(x, kind, 64.0)
+    assert got.dtype == dtype and scale.shape == (shape[0], 1)
+    assert torch.equal(scale.cpu(), scale_of.cpu())
+    assert got.numel() == 0 or float(got.abs().max()) <= 64.0
+    assert_close("rows", got, want, LIMITS[dtype])
+    whole = gated_activation_reference(x.float(), kind)
+    assert_close("times their scale", got.float() * scale, whole, LIMITS[dtype])
+
+
+def test_scales_are_powers_of_two_and_no_larger_than_needed(device: torch.device) -> None:
+    products = torch.tensor([0.0, 1.0, 64.0, 64.5, 128.0, 129.0, 1e9])
+    x = torch.stack((torch.full_like(products, 20.0), products / 20), dim=1).to(device)  # silu(20) is 20
+    _, scale = launch_scaled_activation(x, "silu", 64.0)
+    assert scale.flatten().tolist()[:6] == [1.0, 1.0, 1.0, 2.0, 2.0, 4.0]
+    assert 2**23 < float(scale[6]) <= 2**24
+
+
+def test_naive_float16_is_lost_where_scaled_rows_are_not() -> None:
+    """Control: without the scale the same rows are infinite."""
+    x = torch.tensor([[256.0, 256.0]], dtype=torch.float16)
+    assert torch.isinf(gated_activation(x, "silu")).all()
+    y, scale = scaled_activation(x, "silu", 64.0)
+    assert float(y.float() * scale) == 65536.0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_a_row_that_is_not_finite_stays_so(device: torch.device) -> None:
+    x = torch.ones(3, 8, device=device)
+    x[1, 2] = float("nan")
+    x[2, 5] = float("inf")
+    y, scale = launch_scaled_activation(x, "silu", 64.0)
+    finite = torch.isfinite(y.float() * scale).all(-1)
+    assert finite.tolist() == [True, False, False]
 
 
 def test_unknown_kind_is_named() -> None:
