@@ -58,13 +58,17 @@ def run(args: argparse.Namespace) -> int:
 def run_record(record: PluginRecord, gpu: bool, targets: list[int] | None, only: list[str] | None) -> Any:
     """Outcomes of one plugin, one by one. Raises PluginError when it does not load, ConfigError for unknown checks."""
     from qengine.conformance.kit import run_checks
+    from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
     from qengine.conformance.places import places
     from qengine.conformance.weight_suite import WEIGHT_CHECKS, WeightSubject
 
     subject: Any
     where = places(gpu)
     kind: Kind = record.kind
-    subject, checks = WeightSubject(load_plugin("weight", record.name), where, targets=targets), WEIGHT_CHECKS
+    if kind == "weight":
+        subject, checks = WeightSubject(load_plugin("weight", record.name), where, targets=targets), WEIGHT_CHECKS
+    else:
+        subject, checks = KVSubject(load_plugin("kv", record.name), where, targets), KV_CHECKS
     unknown = set(only or ()) - {check.name for check in checks}
     if unknown:
         names = " | ".join(check.name for check in checks)

@@ -79,7 +79,7 @@ def run_job(job: CompileJob, sm: int) -> None:
     for spec, block_size in job.caches:
         from qengine.conformance.kv_steps import launch_all
 
-        launch_all(plugin(), spec, block_size, info, job.dtype)
+        launch_all(plugin, spec, block_size, info, job.dtype)
 
 
 def run_worker(job: CompileJob) -> list[dict[str, Any]]:

@@ -72,10 +72,9 @@ _MODULES = {
     "CONTRACT_VERSION": "version",
     **dict.fromkeys(("CalibratedQuantizer", "InputStats", "tie"), "calibrator"),
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
-    **dict.fromkeys(
-        ("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVRowFunctions", "KVScales", "Side", "SideLayout"), "kv"
-    ),
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
+    **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVRowFunctions", "KVScales"), "kv"),
+    **dict.fromkeys(("Side", "SideLayout"), "kv"),
     **dict.fromkeys(("E4M3_MAX", "E4M3_STD", "WEIGHT_STD", "RandomTensors"), "random_tensors"),
 }
 

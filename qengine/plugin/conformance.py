@@ -20,13 +20,16 @@ from __future__ import annotations
 from typing import Any
 
 from qengine.conformance.kit import CheckFailed, NotApplicable, Outcome, run_checks
+from qengine.conformance.kv_suite import KV_CHECKS, KVConformance
 from qengine.conformance.places import use_interpreter
 from qengine.conformance.suite import Suite
 from qengine.conformance.weight_suite import WEIGHT_CHECKS, WeightConformance
 
 __all__ = [
+    "KV_CHECKS",
     "WEIGHT_CHECKS",
     "CheckFailed",
+    "KVConformance",
     "NotApplicable",
     "Outcome",
     "WeightConformance",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qengine.plugin.experts import ExpertsOp
     from qengine.plugin.random_tensors import RandomTensors
 
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor as a checkpoint header states it; `dtype` is the safetensors code (F16, BF16, F32, I32, F8_E4M3...)."""
