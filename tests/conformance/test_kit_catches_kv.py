@@ -1,0 +1,68 @@
+"""The kit sees each thing that a KV dtype can do wrong, by the check that is meant for it, and says what it saw."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import broken_kv as broken
+import pytest
+
+from qengine.conformance.kit import CheckFailed
+from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
+from qengine.conformance.places import places
+
+BY_NAME = {check.name: check for check in KV_CHECKS}
+ON_CPU, INTERPRETED = places(False)[:1], places(False)[1:]
+
+CASES = [
+    (broken.TakesNoVersion, "contract", "states 2.0"),
+    (broken.ScalesWithoutLargest, "contract", "with max_value None"),
+    (broken.SilentRefusal, "capability", "refused without a reason"),
+    (broken.LiesAboutBytes, "layout", r"states \d+ bytes, its rows reach to byte \d+"),
+    (broken.RowsOverlap, "layout", "rows overlap"),
+    (broken.InvertedScale, "round trip", "is off by"),
+    (broken.NotDeterministic, "round trip", "other bits the second time"),
+    (broken.NaNSpreads, "extremes", "changes what others store"),
+    (broken.TooLargeMaximum, "calibration", "is off by|off by"),
+    (broken.SwapsSides, "attention", "prefill: off by"),
+    (broken.ForgetsTheWindow, "attention", "window 20.*off by"),
+    (broken.LosesTheBlockEdge, "store", "stored k: off by"),
+    (broken.IgnoresScales, "scales", "stored with scales: off by|attention with scales"),
+    (broken.PrefixDependent, "steps", "token by token, other bits|in chunks, other bits"),
+    (broken.DependsOnNeighbours, "steps", "in chunks, other bits"),
+    (broken.KeepsTokensElsewhere, "offload", "moved blocks give other bits"),
+]
+IN_KERNELS = [
+    (broken.LeavesAByte, "store", "depends on what lay there before"),
+    (broken.WritesBeyond, "store", "bytes change outside the rows"),
+    (broken.ZeroOffByOne, "attention", "prefill: off by"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), CASES, ids=lambda v: getattr(v, "__name__", None))
+def test_a_broken_dtype_is_caught_by_the_check_for_it(plugin: Any, check: str, says: str) -> None:
+    with pytest.raises(CheckFailed) as caught:
+        BY_NAME[check].run(KVSubject(plugin, ON_CPU))
+    assert re.search(says, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), IN_KERNELS, ids=lambda v: getattr(v, "__name__", None))
+def test_a_broken_device_function_is_caught(plugin: Any, check: str, says: str) -> None:
+    with pytest.raises(CheckFailed) as caught:
+        BY_NAME[check].run(KVSubject(plugin, INTERPRETED))
+    assert re.search(says, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("check", ["layout", "round trip", "extremes", "store", "steps", "offload", "determinism"])
+def test_the_right_one_passes(check: str) -> None:
+    BY_NAME[check].run(KVSubject(broken.Rows, ON_CPU))
+
+
+def test_the_right_device_functions_pass() -> None:
+    BY_NAME["store"].run(KVSubject(broken.Rows, INTERPRETED))
+
+
+def test_a_claim_that_the_compiler_denies_is_caught() -> None:
+    with pytest.raises(CheckFailed, match="sm_75 is claimed, but .* does not compile for it"):
+        BY_NAME["targets"].run(KVSubject(broken.ClaimsWhatDoesNotCompile, ON_CPU, targets=(75,)))
