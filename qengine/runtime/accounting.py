@@ -120,5 +120,8 @@ def _missing_hint(missing: list[str], untouched: list[str]) -> str:
     modules = {name.rpartition(".")[0] for name in missing}
     instead = [n for n in untouched if n.rpartition(".")[0] in modules]
     if any(n.endswith((".qweight", ".weight_packed", ".weight_scale")) for n in instead):
-        return "these modules are stored quantised: --quantization NAME, if config.json does not name the format"
+        return (
+            "these modules are stored quantised: --quantization NAME, if config.json does not name the format; "
+            "embeddings are read unquantised only"
+        )
     return "an unfinished download, or a config.json of another model"

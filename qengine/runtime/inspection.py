@@ -245,11 +245,13 @@ def _sizes(
     counted: set[str] = set()
 
     def add(label: str, names: Iterable[str], kept: int) -> None:
+        fresh = set(names) - counted if first else set()
+        if not kept and not fresh:  # a tied embedding's bytes are its head's
+            return
         sizes = out.bytes.setdefault(label, Sizes())
         setattr(sizes, kind, getattr(sizes, kind) + kept)
-        for name in set(names) - counted if first else ():
-            counted.add(name)
-            sizes.file += tensor_bytes(checkpoint.tensors[name])
+        counted.update(fresh)
+        sizes.file += sum(tensor_bytes(checkpoint.tensors[name]) for name in fresh)
 
     for leaf in leaves:
         if not isinstance(leaf, Linear):

@@ -44,6 +44,7 @@ def test_says_what_loading_says(
                for _, length in read_header(f).spans.values())  # fmt: skip
     used = sum(size["file"] for size in found["bytes"].values())
     assert 0 <= held - used <= (4096 if "kv8" in name or "attn8" in name else 0)  # KV scales belong to no scheme
+    assert all(size["file"] or size["gpu"] or size["cpu"] for size in found["bytes"].values())
     devices = [a["device"] for a in next(iter(found["kernels"].values()))]
     assert devices == ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "cpu"]
     for label, answers in found["kernels"].items():
