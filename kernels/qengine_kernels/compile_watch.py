@@ -25,10 +25,12 @@ def _watch() -> None:
         from triton import knobs
     except ImportError:
         return
-    before = knobs.runtime.jit_post_compile_hook
+    before = knobs.compilation.listener
 
-    def hook(**about: Any) -> Any:
-        _names.append(str(getattr(about.get("fn"), "name", None) or about.get("repr") or "a kernel"))
-        return before(**about) if before is not None else None
+    # Not the post-compile hook of the runtime: it writes every constexpr as JSON, which device functions are not.
+    def listener(**about: Any) -> None:
+        _names.append(str(getattr(about.get("src"), "name", None) or "a kernel"))
+        if before is not None:
+            before(**about)
 
-    knobs.runtime.jit_post_compile_hook = hook
+    knobs.compilation.listener = listener
