@@ -79,6 +79,7 @@ class WeightOnlyInt(LinearScheme):
     unused: tuple[tuple[str, tuple[int, ...]], ...] = ()
     notes: Sequence[str] = ()
     keep_dense: bool = True
+    splits_inputs = splits_outputs = False  # weight_shape states the whole's shape
 
     @property
     def format(self) -> str:  # type: ignore[override]

@@ -25,7 +25,7 @@ class Suite:
 
     def __init_subclass__(cls, checks: Sequence[Check] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__test__ = not checks
+        cls.__test__ = hasattr(cls, "plugin")
         cls._subject = None
         for check in checks:
             setattr(cls, method_name(check), _method(check))

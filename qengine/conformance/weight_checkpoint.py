@@ -33,7 +33,7 @@ def checkpoint(subject: WeightSubject) -> None:
         raise NotApplicable("no quantizer, or it leaves linears of the toy model as they are")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        meaning = write_quantised(folder, subject.plugin, quantizer)
+        meaning = write_quantised(folder, subject.reader(quantizer.config([])), quantizer)
         for place in subject.places:
             dtype, limit = place.limits[0]
             _load(subject, folder, place, dtype, limit, meaning)
@@ -74,7 +74,8 @@ def _load(
 ) -> None:
     source = Checkpoint.open(folder)
     assert source.quant is not None
-    quant, dense = subject.plugin.parse(source.quant.config), load_plugin("weight", "dense").parse(None)
+    quant = subject.reader(source.quant.config).parse(source.quant.config)
+    dense = load_plugin("weight", "dense").parse(None)
     ctx = ModelContext(load_config(source), place.device, place.info, dtype, torch.float32, max_model_len=64)
     model = build_model(ctx)
     report = load(resolve(model.leaves, source, quant, dense, place.info, dtype))

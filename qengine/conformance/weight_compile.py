@@ -24,7 +24,7 @@ def targets(subject: WeightSubject) -> None:
         claimed += len(wanted)
         if wanted:
             job = CompileJob(
-                where_is(subject.plugin), wanted, dtype, linears=[(own.config, own.spec, own.copied())]
+                where_is(own.plugin), wanted, dtype, linears=[(own.config, own.spec, own.copied())]
             )
             check_report(run_worker(job), f"{own} in {str(dtype).removeprefix('torch.')}")
     if not claimed:

@@ -11,7 +11,7 @@ import torch
 from qengine.conformance.kit import CheckFailed, NotApplicable, Registry, need
 from qengine.conformance.weight_numbers import product
 from qengine.conformance.weight_subject import PLAIN, Stored, WeightSubject, inputs, weight_of
-from qengine.plugin import CalibratedQuantizer, DeviceInfo, InputStats, LinearSpec, WeightQuant
+from qengine.plugin import CalibratedQuantizer, DeviceInfo, InputStats, LinearSpec
 from qengine.plugin.discovery import list_plugins
 from qengine.plugin.version import accepts_contract, written_for
 from qengine_kernels.launch import SHARED_MEMORY
@@ -37,12 +37,9 @@ def contract(subject: WeightSubject) -> None:
             continue
         except Exception as e:
             raise CheckFailed(f"parse({config}) raises {type(e).__name__}, not ValueError: {e}") from e
-    quant = quants(subject)[0]
+    first = subject.stored[0]
+    quant = first.plugin.parse(first.config)
     need(quant.scheme_for(PLAIN, {}) is None, "scheme_for takes a module of which the file holds nothing")
-
-
-def quants(subject: WeightSubject) -> list[WeightQuant]:
-    return [subject.plugin.parse(own.config) for own in subject.stored[:1]]
 
 
 @FORMAT.add("headers")
@@ -152,7 +149,7 @@ def quantizer(subject: WeightSubject) -> None:
         method = config.get("quant_method")
         known = {subject.plugin.name, *subject.plugin.methods, *(r.name for r in list_plugins("weight"))}
         need(method in known, f"config() says quant_method {method!r}, which no installed plugin reads")
-        subject.plugin.parse(config)
+        subject.reader(config).parse(config)
     made = [own for own in subject.stored if own.made]
     need(bool(made), "the quantizer accepts none of the kit's linears")
     for own in made:
@@ -203,9 +200,8 @@ def sharding(subject: WeightSubject) -> None:
     done = 0
     for own in subject.stored:
         for along in ("output", "input"):
-            if along == "input" and not own.scheme.splits_inputs:
-                continue
-            halves = split(own, along)
+            allowed = own.scheme.splits_outputs if along == "output" else own.scheme.splits_inputs
+            halves = split(own, along) if allowed else None
             if halves is None:
                 continue
             done += 1

@@ -22,6 +22,7 @@ from qengine.plugin import (
     WeightQuant,
     WeightSample,
 )
+from qengine.plugin.discovery import load_plugin
 from qengine.runtime.safetensors_file import CODES
 
 PLAIN = LinearSpec("model.layers.0.self_attn.q_proj", 128, 64)
@@ -142,14 +143,21 @@ class WeightSubject:
         need(bool(found), "nothing to check: the format has no quantizer and no samples (see WeightQuant.samples)")
         return found
 
+    def reader(self, config: Mapping[str, Any]) -> type[WeightQuant]:
+        """The plugin itself, or the installed one whose files its quantizer writes."""
+        method = config.get("quant_method")
+        own = {self.plugin.name, *self.plugin.methods}
+        return self.plugin if method in own or not isinstance(method, str) else load_plugin("weight", method)
+
     def _made(self, quantizer: Quantizer) -> Iterator[Stored]:
         config = quantizer.config([])
+        reader = self.reader(config)
         for spec in SPECS:
             if quantizer.accepts(spec) is None:
                 tensors = dict(quantizer.quantize(spec, weight_of(spec)))
                 if spec.bias and "bias" not in tensors:
                     tensors["bias"] = bias_of(spec)
-                yield Stored(self.plugin, config, spec, tensors, True)
+                yield Stored(reader, config, spec, tensors, True)
 
     def runs(self, stored: Sequence[Stored] | None = None) -> Iterator[tuple[Stored, Place, torch.dtype, float]]:
         """Every (stored linear, place, compute dtype, its error limit) that the format claims to run."""

@@ -121,6 +121,8 @@ class LinearScheme(ABC):
     """Whether equal parts along `TensorNeed.input_dim` are linears of their own that add up. False where one part's
     inputs belong to groups of another (GPTQ's act-order). Scales that run along the inputs in groups split where the
     parts hold whole groups."""
+    splits_outputs: bool = True
+    """The same along `TensorNeed.output_dim`. False where a tensor states the whole's shape, for instance."""
 
     @property
     @abstractmethod

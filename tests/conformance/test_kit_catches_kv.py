@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import broken_kv as broken
 import pytest
 
+import broken_kv as broken
 from qengine.conformance.kit import CheckFailed
 from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
 from qengine.conformance.places import places
@@ -64,5 +64,5 @@ def test_the_right_device_functions_pass() -> None:
 
 
 def test_a_claim_that_the_compiler_denies_is_caught() -> None:
-    with pytest.raises(CheckFailed, match="sm_75 is claimed, but .* does not compile for it"):
+    with pytest.raises(CheckFailed, match=r"sm_75 is claimed, but .* does not compile for it"):
         BY_NAME["targets"].run(KVSubject(broken.ClaimsWhatDoesNotCompile, ON_CPU, targets=(75,)))

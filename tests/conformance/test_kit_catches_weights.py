@@ -1,14 +1,14 @@
-"""The kit sees each thing that a weight format can do wrong, by the check that is meant for it, and says what it saw."""
+"""The kit sees what a weight format can do wrong, by the check that is meant for it, and says what it saw."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import broken_weights as broken
 import pytest
 import torch
 
+import broken_weights as broken
 from qengine.conformance.kit import CheckFailed
 from qengine.conformance.places import places
 from qengine.conformance.weight_suite import WEIGHT_CHECKS, WeightSubject
@@ -61,17 +61,17 @@ def test_a_broken_format_is_caught_by_the_check_for_it(plugin: Any, check: str, 
 
 
 def test_a_kernel_with_another_nibble_order_is_caught() -> None:
-    with pytest.raises(CheckFailed, match="on interpreter .* differ from x @ dequantize.T"):
+    with pytest.raises(CheckFailed, match=r"on interpreter .* differ from x @ dequantize.T"):
         BY_NAME["products"].run(WeightSubject(broken.WrongNibbleOrder, EVERYWHERE[1:]))
 
 
 def test_a_format_that_ignores_g_idx_is_caught_and_the_real_one_is_not() -> None:
     sample = [act_order_sample()]
-    with pytest.raises(CheckFailed, match="differ from x @ dequantize.T"):
+    with pytest.raises(CheckFailed, match=r"differ from x @ dequantize.T"):
         BY_NAME["products"].run(WeightSubject(broken.IgnoresGroupIndex, ON_CPU, sample))
     BY_NAME["products"].run(WeightSubject(GptqQuant, ON_CPU, sample))
 
 
 def test_a_claim_that_the_compiler_denies_is_caught() -> None:
-    with pytest.raises(CheckFailed, match="sm_75 is claimed, but .* does not compile for it"):
+    with pytest.raises(CheckFailed, match=r"sm_75 is claimed, but .* does not compile for it"):
         BY_NAME["targets"].run(WeightSubject(broken.ClaimsWhatDoesNotCompile, ON_CPU, targets=(75,)))

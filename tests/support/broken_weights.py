@@ -1,4 +1,4 @@
-"""Weight formats that are wrong in one way each, made from AWQ's and GPTQ's plugins, for tests of the conformance kit."""
+"""Weight formats that are wrong in one way each, made from AWQ's and GPTQ's plugins, to test the conformance kit."""
 
 from __future__ import annotations
 
