@@ -33,7 +33,7 @@ def rounded(x: torch.Tensor, block: int | None = None, scale: float | None = Non
 
 
 def rounding_of(kind: str, x: torch.Tensor) -> torch.Tensor:
-    block = {"block": 128, "block-ue8m0": 128, "block-64x32": 32}.get(kind)
+    block = {"block": 128, "block-ue8m0": 128, "block-64x32": 32, "gptqmodel-block": 128}.get(kind)
     return rounded(x, block, 0.02 if "static" in kind or kind == "modelopt" else None)
 
 
