@@ -119,7 +119,7 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "Reuse cached blocks of equal prefixes", group=SCHEDULING)
     max_num_seqs: int = option(256, "Most sequences in one step", group=SCHEDULING)
     max_num_batched_tokens: int | None = option(
-        None, "Most tokens in one step (default: 8192 on CUDA, 512 on a CPU)", group=SCHEDULING
+        None, "Most tokens in one step (default: 8192, on GPUs below 32 GiB 2048, on a CPU 512)", group=SCHEDULING
     )
     scheduling_policy: str = option(
         "fcfs", "Order of waiting requests", group=SCHEDULING, choices=("fcfs", "priority")

@@ -13,11 +13,14 @@ from qengine.errors import CapacityError
 
 LEAST_CHUNK = 16
 """Tokens of a step below which nobody wants to serve."""
+LEAST_SEQUENCES = 4
+"""Requests at once, likewise."""
 FLAGS = {
     "kv_cache_dtype": "--kv-dtype",
     "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_num_seqs": "--max-num-seqs",
     "max_model_len": "--max-model-len",
 }
 
@@ -104,6 +107,16 @@ def _chunk(i: PlanInput) -> Iterator[Change]:
         yield Change({"max_num_batched_tokens": most}, replace(i, max_chunk=most))
 
 
+def _sequences(i: PlanInput) -> Iterator[Change]:
+    """Fewer sequences at once: fewer rows of logits."""
+
+    def fits(rows: int) -> bool:
+        return attempt(replace(i, logit_rows=rows)) is not None
+
+    if most := largest(fits, LEAST_SEQUENCES, i.logit_rows - 1):
+        yield Change({"max_num_seqs": most}, replace(i, logit_rows=most))
+
+
 def _length(i: PlanInput) -> Iterator[Change]:
     def fits(tokens: int) -> bool:
         return attempt(replace(i, max_model_len=tokens)) is not None
@@ -116,15 +129,16 @@ def _together(i: PlanInput) -> Iterator[Change]:
     """Several changes at once, where no single one is enough."""
     smaller = [Change({}, i), *_dtypes(i)]
     for first in smaller:
-        for more in (_share, _cache_bytes, _chunk, _length):
+        for more in (_share, _cache_bytes, _chunk, _sequences, _length):
             if first.fields or more is _length:
                 for change in more(first.inputs):
                     yield Change({**first.fields, **change.fields}, change.inputs)
     for first in smaller:
-        chunk = min(i.max_chunk, LEAST_CHUNK)
-        tight = replace(first.inputs, max_chunk=chunk)
-        for change in (*_cache_bytes(tight), *_length(tight)):
-            yield Change({**first.fields, "max_num_batched_tokens": chunk, **change.fields}, change.inputs)
+        chunk, rows = min(i.max_chunk, LEAST_CHUNK), min(i.logit_rows, LEAST_SEQUENCES)
+        tight = replace(first.inputs, max_chunk=chunk, logit_rows=rows)
+        small = {**first.fields, "max_num_batched_tokens": chunk, "max_num_seqs": rows}
+        for change in (Change({}, tight), *_cache_bytes(tight), *_length(tight)):
+            yield Change({**small, **change.fields}, change.inputs)
 
 
 # What is said
@@ -134,7 +148,7 @@ def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
     """Weights and activations leave no memory for the KV cache (of `num_blocks` ids at least)."""
     cache = num_blocks * inputs.block_bytes
     need = inputs.fixed + cache
-    ways = (_cache_bytes, _share, _chunk, _length, _dtypes, _together)
+    ways = (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together)
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)
@@ -191,7 +205,7 @@ def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
         for change in _dtypes(inputs)
         for name in [change.text()]
     }
-    ways = (_dtypes, _cache_bytes, _share, _chunk, _length, _together)
+    ways = (_dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together)
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)

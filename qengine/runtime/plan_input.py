@@ -32,12 +32,15 @@ GPU_RESERVE = 256 << 20
 CPU_RESERVE = 512 << 20
 CPU_KV_DEFAULT = 4 << 30
 """KV cache on a CPU when nothing is asked for; more only where one request of max_model_len needs it."""
-DEFAULT_BATCH = {"cuda": 8192, "cpu": 512}
+DEFAULT_STEP = {"cuda": 8192, "cpu": 512}
+SMALL_GPU, SMALL_GPU_STEP = 32 << 30, 2048
+"""Below so many bytes, intermediate tensors of long steps would take the room that the KV cache needs."""
 LOGIT_ROWS = 256
 
 
 def batched_tokens(config: EngineConfig, info: DeviceInfo) -> int:
-    return config.max_num_batched_tokens or DEFAULT_BATCH[info.type]
+    small = info.type == "cuda" and info.total_memory < SMALL_GPU
+    return config.max_num_batched_tokens or (SMALL_GPU_STEP if small else DEFAULT_STEP[info.type])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from greedy_compare import first_clear_difference, greedy
 from hf_reference import context
 from qengine.layers.activation import LIMIT, GatedActivation
 from qengine.layers.linear import Linear
@@ -84,6 +85,13 @@ def test_float16_says_what_float32_says(loud: Path, monkeypatch: pytest.MonkeyPa
     _, half = served(loud, torch.float16, monkeypatch)
     assert all(out.error is None for out in half.last.values())
     assert half.ids == exact.ids
+
+
+@pytest.mark.gpu
+def test_float16_on_a_gpu_says_what_float32_says(loud: Path) -> None:
+    exact = greedy(toy_engine(loud), PROMPTS, 8)
+    half = greedy(toy_engine(loud, device="cuda", dtype="half"), PROMPTS, 8)
+    assert not any(first_clear_difference(a, b, 0.25) for a, b in zip(exact, half, strict=True))
 
 
 def naive(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
