@@ -120,3 +120,19 @@ def test_only_model_files_are_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolve_folder("owner/name", revision="main") == tmp_path
     assert asked["allow_patterns"] == list(WANTED) and asked["ignore_patterns"] == list(UNWANTED)
     assert not [p for p in WANTED if p.endswith((".bin", ".pt", ".pth", ".py"))]
+
+
+def test_a_plan_fetches_nothing_but_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a repository whose weights serving would not read."""
+    asked: list[list[str]] = []
+
+    def snapshot(name: str, *, allow_patterns: list[str], **options: object) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    files = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.gguf")]
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_folder("owner/name", config_only=True) == tmp_path and asked == [["*.json"]]
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        resolve_folder("owner/name")
