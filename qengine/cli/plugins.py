@@ -8,13 +8,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qengine.cli import plugins_check
+from qengine.cli import plugins_check, plugins_new
 from qengine.plugin.discovery import GROUPS, PluginRecord, check_plugins, list_plugins
 
 NAME = "plugins"
-HELP = "List the installed weight formats and KV-cache dtypes, or check one"
+HELP = "List the installed weight formats and KV-cache dtypes, check one, or begin a new one"
 
-ACTIONS: dict[str, Any] = {"check": plugins_check}
+ACTIONS: dict[str, Any] = {"check": plugins_check, "new": plugins_new}
 COLUMNS = ("kind", "name", "state", "contract", "distribution", "version", "class")
 
 
