@@ -143,7 +143,6 @@ class Rotary:
 
     def __init__(self, ctx: ModelContext, spec: RopeSpec) -> None:
         self.spec = spec
-        self.dtype = ctx.dtype
         length = ctx.max_model_len if spec.longest is None else min(ctx.max_model_len, spec.longest)
         self.inv_freq, self.scale = inverse_frequencies(spec, length)
 
@@ -158,8 +157,9 @@ class Rotary:
         return RopeAngles(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
     def __call__(self, qk: torch.Tensor, num_heads: int, angles: RopeAngles) -> tuple[torch.Tensor, torch.Tensor]:
-        """qk [T, heads, head_dim], any float dtype: queries (num_heads of them), then keys -> (q, k) rotated, in the
-        compute dtype. Rotates in float32; elements from rotary_dim on pass through. May overwrite qk.
+        """qk [T, heads, head_dim], any float dtype: queries (num_heads of them), then keys -> (q, k) rotated, in qk's
+        dtype on CUDA and in float32 on a CPU. Rotates in float32; elements from rotary_dim on pass through. May
+        overwrite qk.
         """
         if qk.is_cuda:
             q, k = qk[:, :num_heads], qk[:, num_heads:]
@@ -169,9 +169,6 @@ class Rotary:
         x = qk.float()
         turning = x if r == x.shape[-1] else x[..., :r]
         half = r // 2
-        swapped = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
-        out = torch.addcmul(turning * angles.cos, swapped, angles.sin)
-        if r != x.shape[-1]:
-            out = torch.cat((out, x[..., r:]), dim=-1)
-        out = out.to(self.dtype)
-        return out[:, :num_heads], out[:, num_heads:]
+        swapped = turning.roll(half, -1)
+        turning.mul_(angles.cos).addcmul_(swapped, angles.sin)
+        return x[:, :num_heads], x[:, num_heads:]

@@ -105,7 +105,7 @@ class CpuPagedKV:
             for part in plan.prefills:
                 out[part.first : part.last] = self._prefill(x[part.first : part.last], part)
         if self.v_factor is not None:
-            out = out * self.v_factor
+            out.mul_(self.v_factor)
         return out.to(q.dtype)
 
     def _gather(self, rows: tuple[torch.Tensor, ...], *shape: int) -> list[torch.Tensor]:
