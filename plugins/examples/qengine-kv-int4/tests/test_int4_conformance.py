@@ -1,0 +1,9 @@
+"""What qengine asks of every KV dtype. `pytest -p qengine.plugin.conformance [--gpu]` with this file."""
+
+from qengine_kv_int4 import Int4KV
+
+from qengine.plugin.conformance import KVConformance
+
+
+class TestInt4(KVConformance):
+    plugin = Int4KV

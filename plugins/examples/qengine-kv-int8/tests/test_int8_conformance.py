@@ -1,0 +1,9 @@
+"""What qengine asks of every KV dtype. `pytest -p qengine.plugin.conformance [--gpu]` with this file."""
+
+from qengine_kv_int8 import Int8KV
+
+from qengine.plugin.conformance import KVConformance
+
+
+class TestInt8(KVConformance):
+    plugin = Int8KV
