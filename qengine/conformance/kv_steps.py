@@ -80,40 +80,43 @@ def _no_other_byte(cache: Cache, before: torch.Tensor, slots: torch.Tensor, name
 @KV_STEPS.add("attention")
 def shapes(subject: KVSubject) -> None:
     """Prefill and decode are attention over what `decode` says: head dims, GQA ratios, block sizes, windows, caps."""
-    runs = [*subject.runs(SMALL), *subject.runs(*SPECS[1:], one_dtype=True)]
-    for spec, place, dtype, limit in runs:
-        for block_size in BLOCK_SIZES if spec == SMALL else BLOCK_SIZES[:1]:
-            cache = make_cache(subject.plugin, spec, block_size, place, dtype)
-            name = where(spec, block_size, place, dtype)
-            blocks, q, got = prefilled(cache, 37)
-            near(f"{name}: prefill", got, attention(cache, q, blocks, 0), 2 * limit)
-            one = step(cache, [(blocks, 36, 1)])
-            near(f"{name}: decode", cache.attend(one, q[36:]), attention(cache, q[36:], blocks, 36), 2 * limit)
+    runs = [(16, *run) for run in subject.runs(SMALL)]
+    runs += [(32, *run) for run in subject.runs(SMALL, one_dtype=True)]
+    runs += [(16, *run) for run in subject.runs(*SPECS[1:], one_dtype=True)]
+    for block_size, spec, place, dtype, limit in runs:
+        cache = make_cache(subject.plugin, spec, block_size, place, dtype)
+        name = where(spec, block_size, place, dtype)
+        blocks, q, got = prefilled(cache, 37)
+        near(f"{name}: prefill", got, attention(cache, q, blocks, 0), 2 * limit)
+        one = step(cache, [(blocks, 36, 1)])
+        near(f"{name}: decode", cache.attend(one, q[36:]), attention(cache, q[36:], blocks, 36), 2 * limit)
 
 
 @KV_STEPS.add("block edges")
 def block_edges(subject: KVSubject) -> None:
-    """Every token count around the edges of blocks, decoded in one step, then one prefill after another."""
+    """Every token count around the edges of blocks, prefilled in one step and decoded in one step."""
     for spec, place, dtype, limit in subject.runs(SMALL, one_dtype=True):
         size = BLOCK_SIZES[0]
         counts = [1, 2, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1]
         cache = make_cache(subject.plugin, spec, size, place, dtype)
         name = where(spec, size, place, dtype)
-        held = []
-        for i, count in enumerate(counts):
-            blocks, q, got = prefilled(cache, count, seed=i)
-            near(f"{name}: prefill of {count} tokens", got, attention(cache, q, blocks, 0), 2 * limit)
-            held.append((blocks, q[-1:], count))
-        batch = step(cache, [(blocks, count - 1, 1) for blocks, _, count in held])
-        got = cache.attend(batch, torch.cat([q for _, q, _ in held]))
-        for row, (blocks, q, count) in zip(got, held, strict=True):
-            near(f"{name}: decode at {count} tokens", row[None], attention(cache, q, blocks, count - 1), 2 * limit)
+        held = [cache.take(count) for count in counts]
+        q, k, v = vectors(spec, sum(counts), 13)
+        batch = step(cache, [(blocks, 0, count) for blocks, count in zip(held, counts, strict=True)])
+        cache.write(batch, k, v)
+        parts, queries = cache.attend(batch, q).split(counts), q.split(counts)
+        for part, own, blocks, count in zip(parts, queries, held, counts, strict=True):
+            near(f"{name}: prefill of {count} tokens", part, attention(cache, own, blocks, 0), 2 * limit)
+        batch = step(cache, [(blocks, count - 1, 1) for blocks, count in zip(held, counts, strict=True)])
+        rows = cache.attend(batch, torch.cat([own[-1:] for own in queries]))
+        for row, part, count in zip(rows, parts, counts, strict=True):
+            near(f"{name}: decode at {count} tokens", row[None], part[-1:], 2 * limit)
 
 
 @KV_STEPS.add("all codes")
 def all_codes(subject: KVSubject) -> None:
     """Attention over stored bits that `encode` would not make: every code of every element."""
-    for spec, place, dtype, limit in subject.runs(SMALL):
+    for spec, place, dtype, limit in subject.runs(SMALL, one_dtype=True):
         cache = make_cache(subject.plugin, spec, 16, place, dtype)
         blocks, q, _ = prefilled(cache, 32)
         generator = torch.Generator().manual_seed(8)
@@ -187,7 +190,7 @@ def scales(subject: KVSubject) -> None:
 def mixed_sides(subject: KVSubject) -> None:
     """K of this format beside V of another, and the other way round (--kv-dtype k=...,v=...)."""
     auto = load_plugin("kv", "auto")
-    for spec, place, dtype, limit in subject.runs(SMALL):
+    for spec, place, dtype, limit in subject.runs(SMALL, one_dtype=True):
         for k, v in ((subject.plugin, auto), (auto, subject.plugin)):
             cache = make_cache(k, spec, 16, place, dtype, v_plugin=v)
             blocks, q, got = prefilled(cache, 19)
@@ -198,7 +201,7 @@ def mixed_sides(subject: KVSubject) -> None:
 @KV_STEPS.add("sharding")
 def sharding(subject: KVSubject) -> None:
     """A layer with half of the heads gives those heads' results of the whole."""
-    for spec, place, dtype, limit in subject.runs(SMALL):
+    for spec, place, dtype, limit in subject.runs(SMALL, one_dtype=True):
         q, k, v = vectors(spec, 20, 10)
         half = AttentionSpec(2, 1, spec.head_dim, spec.scale)
         results = []
@@ -214,7 +217,7 @@ def sharding(subject: KVSubject) -> None:
 @KV_STEPS.add("offload")
 def offload(subject: KVSubject) -> None:
     """Blocks copied to the host and back into other blocks give the same bits: a block is all there is."""
-    for spec, place, dtype, _ in subject.runs(SMALL):
+    for spec, place, dtype, _ in subject.runs(SMALL, one_dtype=True):
         cache = make_cache(subject.plugin, spec, 16, place, dtype)
         blocks, q, _ = prefilled(cache, 40)
         want = cache.attend(step(cache, [(blocks, 39, 1)]), q[39:])
@@ -229,7 +232,7 @@ def offload(subject: KVSubject) -> None:
 @KV_STEPS.add("determinism")
 def determinism(subject: KVSubject) -> None:
     """The same steps give the same bits, and what other sequences hold does not matter."""
-    for spec, place, dtype, _ in subject.runs(SMALL):
+    for spec, place, dtype, _ in subject.runs(SMALL, one_dtype=True):
         alone, name = make_cache(subject.plugin, spec, 16, place, dtype), where(spec, 16, place, dtype)
         blocks, _, first = prefilled(alone, 20)
         crowded = make_cache(subject.plugin, spec, 16, place, dtype)
