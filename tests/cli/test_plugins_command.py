@@ -1,4 +1,4 @@
-"""Throw-away plugin distributions (good, broken, clashing, old): what the list says and who fails (case C26)."""
+"""Really installed throw-away distributions (good, broken, clashing, old): what the list says and who fails (C26)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from plugin_site import pip_install, qengine, write_project
 
 GOOD = """
 from qengine.plugin import WeightQuant
@@ -27,6 +29,7 @@ class Good(WeightQuant):
 SOURCES = {
     "good": ("good = good_plugin:Good", GOOD),
     "broken": ("broken = broken_plugin:Broken", "import a_library_that_is_not_there\n"),
+    "newer": ("newer = newer_plugin:Good", GOOD.replace("contract = 1", 'contract = "1.99"')),
     "chained": (
         "chained = chained_plugin:X",
         "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise RuntimeError('set-up failed') from e\n",
@@ -37,26 +40,21 @@ SOURCES = {
     "silent": ("silent = silent_plugin:Good", GOOD.replace("    contract = 1\n", "")),
     "odd": ("odd = odd_plugin:Odd", "class Odd:\n    contract = 1\n"),
 }
+OWNERS = {"good": "qengine-good", "clash": "qengine-clash"}
 ASKED = ["broken", "good", "nope", "old", "awq", "dense"]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an installed distribution for each of SOURCES."""
-    folder = tmp_path_factory.mktemp("site")
+    """A folder into which pip has installed three distributions: one of a good plugin, one that registers a built-in's
+    name, and one of all that is wrong in another way."""
+    folder = tmp_path_factory.mktemp("plugins")
+    by_owner: dict[str, dict[str, str]] = {}
     for name, (entry, source) in SOURCES.items():
-        info = folder / f"qengine_{name}-2.5.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: qengine-{name}\nVersion: 2.5\n")
-        (info / "entry_points.txt").write_text(f"[qengine.weight_quant]\n{entry}\n")
-        (folder / f"{name}_plugin.py").write_text(source)
-    return folder
-
-
-def qengine(site: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, "-m", "qengine.cli.main", *argv]
-    return subprocess.run(command, cwd=site, env=env, capture_output=True, text=True, timeout=120)
+        by_owner.setdefault(OWNERS.get(name, "qengine-wrong"), {})[entry] = source
+    projects = [write_project(folder / o, o, "qengine.weight_quant", sources) for o, sources in by_owner.items()]
+    pip_install(folder / "site", projects)
+    return folder / "site"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +88,7 @@ def records(site: Path) -> dict[tuple[str, str], dict[str, str]]:
         ("chained", "broken", "ZeroDivisionError: division by zero"),
         ("exiting", "broken", "SystemExit: 3"),
         ("old", "other contract", "have: contract 0.0; need: contract 1.0"),
+        ("newer", "other contract", "have: contract 1.99; need: contract 1.0"),
         ("silent", "other contract", "have: no `contract` attribute; need: contract 1.0"),
         ("odd", "broken", "is not a WeightQuant"),
     ],
@@ -97,7 +96,7 @@ def records(site: Path) -> dict[tuple[str, str], dict[str, str]]:
 def test_list_shows_state_version_and_cause(
     records: dict[tuple[str, str], dict[str, str]], name: str, state: str, error: str | None
 ) -> None:
-    record = records[name, f"qengine-{name}"]
+    record = records[name, OWNERS.get(name, "qengine-wrong")]
     assert (record["state"], record["version"]) == (state, "2.5")
     assert error in record["error"] if error else record["error"] is None
     assert ("Traceback" in (record["traceback"] or "")) == (name in ("broken", "chained", "exiting"))
@@ -115,7 +114,7 @@ def test_table_and_traceback(site: Path) -> None:
     assert done.returncode == 0
     header, *rows = done.stdout.splitlines()
     assert header.split() == ["kind", "name", "state", "contract", "distribution", "version", "class"]
-    broken = ["weight", "broken", "broken", "-", "qengine-broken", "2.5", "broken_plugin:Broken"]
+    broken = ["weight", "broken", "broken", "-", "qengine-wrong", "2.5", "broken_plugin:Broken"]
     assert broken in [row.split() for row in rows]
     assert "Traceback" in done.stdout
 
@@ -130,9 +129,9 @@ def test_listing_without_loading_runs_no_plugin(site: Path) -> None:
     ("name", "parts"),
     [
         ("good", ["class Good"]),
-        ("broken", ["error", "'broken' of qengine-broken 2.5", "No module named 'a_library_that_is_not_there'"]),
+        ("broken", ["error", "'broken' of qengine-wrong 2.5", "No module named 'a_library_that_is_not_there'"]),
         ("nope", ["error", "no plugin named 'nope'", "broken | chained", "dense", "good"]),
-        ("old", ["error", "another plugin contract", "have: contract 0", "need: contract 1", "qengine-old"]),
+        ("old", ["error", "another plugin contract", "have: contract 0", "need: contract 1.0", "qengine-wrong"]),
         ("awq", ["error", "registered twice", "qengine-clash 2.5 (clash_plugin:Good)", "qengine-llm"]),
         ("dense", ["class DenseQuant"]),
     ],
