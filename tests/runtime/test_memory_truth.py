@@ -104,7 +104,7 @@ def rss_growth(engine: Engine, rounds: int, after_each: Callable[[], object]) ->
     return process.memory_info().rss - before
 
 
-ROUNDS, LEAK = 12, 512 * 1024
+ROUNDS, LEAK = 12, 1024 * 1024
 FLAT = 2 * MIB
 
 
