@@ -79,6 +79,12 @@ class EngineConfig:
         group=MODEL,
         choices=("auto", "safetensors", "pt", "npcache", "dummy"),
     )
+    lm_head_int8: bool = option(
+        True,
+        "With quantised weights on a CPU: multiply the few rows of a decode step by an 8-bit copy of the 16-bit output "
+        "layer, where that is faster. Off: always exact",
+        group=MODEL,
+    )
     seed: int = option(0, "Seed of requests that bring none, and of dummy weights", group=RUN)
     device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))
     enforce_eager: bool = option(False, "Never capture CUDA graphs", group=RUN)

@@ -21,7 +21,14 @@ from qengine.plugin import (
     TensorNeed,
     WeightQuant,
 )
-from qengine_kernels.cpu_linear import DenseCpuLinear, Way, dense_bytes, tuning
+from qengine_kernels.cpu_linear import (
+    DenseCpuLinear,
+    FewRowsCpuLinear,
+    Way,
+    few_rows_bytes,
+    runs_few_rows,
+    tuning,
+)
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -58,9 +65,9 @@ def multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class DenseCpuOp(LinearOp):
-    """The fastest dense GEMM of this CPU, see `qengine_kernels.cpu_linear`."""
+    """The fastest dense GEMM of this CPU, perhaps beside an 8-bit copy; see `qengine_kernels.cpu_linear`."""
 
-    def __init__(self, linear: DenseCpuLinear) -> None:
+    def __init__(self, linear: DenseCpuLinear | FewRowsCpuLinear) -> None:
         self.linear = linear
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kernel = linear.kernel
@@ -74,16 +81,19 @@ class DenseCpuOp(LinearOp):
 
 class DenseScheme(LinearScheme):
     """weight [out, in] and perhaps bias [out], converted to the compute dtype. `small`: never more bytes than that,
-    even where this CPU multiplies float32 copies faster."""
+    even where this CPU multiplies float32 copies faster. `int8_rows`: on a CPU, an 8-bit copy multiplies up to so many
+    rows (0: there is no copy)."""
 
-    format = "16-bit"
+    def __init__(self, small: bool = False, int8_rows: int = 0) -> None:
+        self.small, self.int8_rows = small, int8_rows
 
-    def __init__(self, small: bool = False) -> None:
-        self.small = small
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        return f"16-bit with an int8 copy per channel for up to {self.int8_rows} rows" if self.int8_rows else "16-bit"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("dense", self.small)
+        return ("dense", self.small, self.int8_rows)
 
     def way(self) -> Way:
         """How a CPU multiplies bfloat16."""
@@ -91,7 +101,12 @@ class DenseScheme(LinearScheme):
         return "plain" if self.small and fastest == "float32" else fastest
 
     def compact(self) -> DenseScheme | None:
-        return DenseScheme(small=True) if self.way() == "float32" else None
+        return DenseScheme(small=True) if self.way() == "float32" or self.int8_rows else None
+
+    def few_rows(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> DenseScheme | None:
+        if device.type != "cpu" or not runs_few_rows(spec.in_features, dtype, tuning().int8_limit):
+            return None
+        return DenseScheme(self.small, tuning().int8_limit)
 
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         weight = TensorNeed("weight", (spec.out_features, spec.in_features), FLOATS, output_dim=0, input_dim=1)
@@ -101,7 +116,9 @@ class DenseScheme(LinearScheme):
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
         if device.type == "cuda":
             return (spec.in_features + spec.bias) * spec.out_features * dtype.itemsize
-        return dense_bytes(spec.out_features, spec.in_features, spec.bias, dtype, self.way())
+        return few_rows_bytes(
+            spec.out_features, spec.in_features, spec.bias, dtype, limit=self.int8_rows, preferred=self.way()
+        )
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         if device.type == "cuda" and device.sm < 75:
@@ -118,6 +135,10 @@ class DenseScheme(LinearScheme):
         weight = join([s.tensors.pop("weight") for s in shards])
         bias = join([s.tensors.pop("bias") for s in shards]) if shards[0].spec.bias else None
         if info.type == "cpu":
+            if self.int8_rows:
+                return DenseCpuOp(
+                    FewRowsCpuLinear(weight, bias, dtype, limit=self.int8_rows, preferred=self.way())
+                )
             return DenseCpuOp(DenseCpuLinear(weight, bias, dtype, self.way()))
         weight = weight.to(device, dtype)
         return DenseCudaOp(weight, None if bias is None else bias.to(device, dtype))

@@ -20,6 +20,8 @@ class Linear(Leaf):
 
     quantizable = True
     """Whether making a quantised copy of a model may quantise it; a checkpoint may hold it in any format."""
+    output_layer = False
+    """Whether it makes logits: a decode step asks one row of a sequence, however long its prompt was."""
 
     def __init__(
         self,
@@ -46,6 +48,11 @@ class Linear(Leaf):
     def compact(self) -> None:
         """Take the variant of each scheme that keeps fewer bytes, where there is one; before `load`."""
         self.schemes = [scheme.compact() or scheme for scheme in self.schemes]
+
+    def few_rows(self) -> None:
+        """Take the variant of each scheme that is faster for few rows, where there is one; before `load`."""
+        pairs = zip(self.specs, self.schemes, strict=True)
+        self.schemes = [scheme.few_rows(spec, self.info, self.dtype) or scheme for spec, scheme in pairs]
 
     def needs(self) -> list[tuple[str, TensorNeed]]:
         return [

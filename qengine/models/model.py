@@ -17,6 +17,7 @@ def output_layer(ctx: ModelContext, name: str, embedding: str, hidden_size: int,
     """The output layer. Tied (config.tie_word_embeddings, which the loader has settled by what the checkpoint holds),
     it asks for the tensors of the embedding instead of its own, so it runs as a linear of its own either way."""
     head = Linear(ctx, name, hidden_size, vocab_size, bias=bias)
+    head.output_layer = True
     if is_tied(ctx.config):
         head.specs = [replace(spec, name=embedding) for spec in head.specs]
     return head

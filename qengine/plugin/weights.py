@@ -149,6 +149,17 @@ class LinearScheme(ABC):
         The engine takes it for every linear when memory is short, before anything is read."""
         return None
 
+    def few_rows(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> LinearScheme | None:
+        """A variant that keeps a rounded copy beside its weights, which runs where only a few rows are asked and is
+        faster there; its `format` says so. None, the default: there is none, or it would not be faster on this device.
+        The engine takes it for the output layer of models with quantised weights, unless told not to."""
+        return None
+
+    def of_experts(self) -> LinearScheme:
+        """The variant that the experts of a mixture are bound as, grouped or not; itself by default. For formats that
+        lay out a weight that runs alone in another way than those that run as one."""
+        return self
+
     @abstractmethod
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype

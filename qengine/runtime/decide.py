@@ -177,8 +177,9 @@ def look_at(
 
     def rebuild(model: Model, compact: bool) -> LoadPlan:
         return resolve(
-            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed, compact=compact
-        )
+            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed, compact=compact,
+            rounded_head=config.lm_head_int8,
+        )  # fmt: skip
 
     load_plan = rebuild(model, False)
     numbers = WeightNumbers.of(model, load_plan, dtype, info)

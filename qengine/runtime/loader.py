@@ -70,11 +70,13 @@ def resolve(
     *,
     consumed: Collection[str] = (),
     compact: bool = False,
+    rounded_head: bool = False,
 ) -> LoadPlan:
     """Give every linear its schemes and check everything that headers can tell.
 
     `quant` is asked first, then `dense`; each decides from the tensors that are there. `consumed` names tensors that
-    somebody else reads (KV scales). `compact` takes the variants that keep fewer bytes and are slower. Raises
+    somebody else reads (KV scales). `compact` takes the variants that keep fewer bytes and are slower; without it,
+    `rounded_head` takes the output layer's variant that is faster for few rows, if weights are quantised. Raises
     CheckpointError for missing, wrong or contradictory tensors and CapabilityError for a format that this device
     cannot run.
     """
@@ -85,7 +87,8 @@ def resolve(
         for leaf in leaves:
             if isinstance(leaf, Linear):
                 leaf.compact()
-    notes = found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
+    rounded = [] if compact or not rounded_head or quant is None else _round_heads(leaves)
+    notes = rounded + found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
     if found.zero_biases:
         notes.append(f"{len(found.zero_biases)} all-zero bias tensors of linears without a bias are ignored")
     warnings = found.contradictions()
@@ -117,6 +120,18 @@ def _capability_notes(schemes: Mapping[str, LinearScheme], info: DeviceInfo, dty
             )
         if answer.kind == "emulated" and (note := f"{scheme.format} is emulated: {answer.reason}") not in notes:
             notes.append(note)
+    return notes
+
+
+def _round_heads(leaves: Sequence[Leaf]) -> list[str]:
+    """Give output layers their variant for few rows; a note for each that has one."""
+    notes = []
+    for leaf in leaves:
+        if isinstance(leaf, Linear) and leaf.output_layer:
+            before = leaf.schemes
+            leaf.few_rows()
+            if leaf.schemes != before:
+                notes.append(f"{leaf.name}: {leaf.schemes[0].format} (--no-lm-head-int8: always exact)")
     return notes
 
 

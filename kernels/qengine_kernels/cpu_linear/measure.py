@@ -1,7 +1,7 @@
 """What is fast on this CPU, measured once per process.
 
-Two answers: the fastest bf16 GEMM, and the largest batch for which int4 beats it. Weights are rotated so that they come
-from memory and not from the cache, as in a real step.
+Three answers: the fastest bf16 GEMM, and the largest batches for which int4 and int8 beat it. Weights are rotated so
+that they come from memory and not from the cache, as in a real step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, packed_available
+from qengine_kernels.cpu_linear.few_rows import int8_available, round_channels
 from qengine_kernels.cpu_linear.int4 import int4_available, pack_codes
 
 SIZE = 1024
@@ -27,10 +28,12 @@ TWICE_THE_BYTES = 1.3
 
 @dataclass(frozen=True)
 class CpuTuning:
-    """`dense`: the bf16 way; `int4_limit`: largest M for which int4 runs."""
+    """`dense`: the bf16 way; `int4_limit`: largest M for which int4 runs; `int8_limit`: the same for int8 copies of
+    output layers."""
 
     dense: Way
     int4_limit: int
+    int8_limit: int = 0
 
 
 def best_time(run: Callable[[], object], repeat: int = 4, calls: int = 3) -> float:
@@ -79,7 +82,23 @@ def measure_int4(codes: torch.Tensor, dense: dict[int, float]) -> int:
     def op(p: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: torch._weight_int4pack_mm_for_cpu(x, p, GROUP, pairs)
 
-    ops = [op(p) for p in packed]
+    return faster_up_to([op(p) for p in packed], dense)
+
+
+def measure_int8(weight: torch.Tensor, dense: dict[int, float]) -> int:
+    """The largest batch up to which a product with int8 weights is faster than the dense times given."""
+    if not int8_available():
+        return 0
+    codes, scales = round_channels(weight)
+
+    def op(c: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch._weight_int8pack_mm(x, c, scales)
+
+    return faster_up_to([op(codes.clone()) for _ in range(COPIES)], dense)
+
+
+def faster_up_to(ops: list[Callable[[torch.Tensor], torch.Tensor]], dense: dict[int, float]) -> int:
+    """The largest of the leading BATCHES for which equal `ops` are faster than the dense times given."""
     limit = 0
     for m in BATCHES:
         if best_time(rotating(ops, m)) >= dense[m]:
@@ -99,7 +118,7 @@ def tuning() -> CpuTuning:
             weight = torch.randn(SIZE, SIZE, generator=generator).to(torch.bfloat16)
             codes = torch.randint(0, 16, (SIZE, SIZE), generator=generator, dtype=torch.int32)
             dense, times = measure_dense(weight)
-            limit = measure_int4(codes, times)
+            int4, int8 = measure_int4(codes, times), measure_int8(weight, times)
         finally:
             torch.set_num_threads(threads)
-    return CpuTuning(dense, limit)
+    return CpuTuning(dense, int4, int8)
