@@ -51,12 +51,12 @@ def _compare_elements(
     eye = torch.eye(k, dtype=dtype, device=place.device)
     got = torch.cat([op(rows).float().cpu() for rows in (eye[:2], eye[2:])])
     want = product(own, eye)
-    off = (got - want).abs()
-    worst = int(off.argmax())
-    i, n = divmod(worst, own.spec.out_features)
+    finest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    excess = (got - want).abs() - (2 * limit * want.abs().amax(0) + finest)
+    i, n = divmod(int(excess.argmax()), own.spec.out_features)
     scale = float(want[:, n].abs().max())
     need(
-        bool((off <= 2 * limit * want.abs().amax(0).clamp_min(1e-6)).all()),
+        bool((excess <= 0).all()),
         f"{where}: weight [{n}, {i}] acts as {got[i, n]:.4g}, dequantize says {want[i, n]:.4g} (largest of its "
         f"output: {scale:.4g})",
     )
