@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Gemma2Config, Phi3Config, Qwen2Config, Qwen3Config
 
+from calibration_models import lopsided_moe, outlier_tiny
 from hf_reference import reference_model
 from load_model import load_folder
 from qengine.errors import CapacityError, CheckpointError, ConfigError
@@ -99,18 +100,6 @@ def test_factors_in_every_feed_change_nothing(family: str, tmp_path: Path, monke
     monkeypatch.setattr(fold, "_divide_rows", lambda *a: None)
     make_copy(source, tmp_path / "wrong", texts(), options)
     assert not torch.allclose(logits(tmp_path / "wrong"), want, atol=2e-2 * want.abs().max())
-
-
-def outlier_tiny(folder: Path, dtype: str = "float32") -> Path:
-    """TINY with a few norm channels eight times as large: what rounding to nearest gets wrong."""
-    make_tiny(folder, dtype=dtype)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name, t in tensors.items():
-        if "layernorm" in name:
-            t[::37] *= 8
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 def damage(copy: Path, source: Path) -> float:
@@ -220,18 +209,6 @@ def test_short_memory_halves_the_micro_batches(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(LayerStream, "forward", lambda *a: (_ for _ in ()).throw(MemoryError("none left")))
     with pytest.raises(CapacityError, match="one sequence of 64 tokens"):
         make_copy(source, tmp_path / "none", texts(), RunOptions(weights, device="cpu"))
-
-
-def lopsided_moe(folder: Path) -> Path:
-    """Eight experts and a router that always picks 0 and 1 (C26)."""
-    make_moe(folder, "mixtral", num_local_experts=8)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name, t in tensors.items():
-        if name.endswith("block_sparse_moe.gate.weight"):
-            t.zero_()  # equal scores: topk takes the first two
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 def test_experts_without_tokens_are_listed_and_finite(tmp_path: Path) -> None:

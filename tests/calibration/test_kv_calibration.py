@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibration_models import biased
 from load_model import load_folder
 from qengine.config import EngineConfig
 from qengine.errors import CheckpointError, ConfigError
@@ -142,19 +143,6 @@ def test_only_zeros_and_not_finite() -> None:
 
 
 # ---- (b) a model
-
-
-def biased(folder: Path, size: float = 900.0) -> Path:
-    """TINY whose layer 0 has a key bias of about `size` in every channel (C15 b); its other biases are small."""
-    make_tiny(folder, attention_bias=True)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
-    bias.copy_(torch.where(torch.arange(len(bias)) % 2 == 0, size, -size))
-    for name in ("q_proj.weight", "q_proj.bias"):
-        tensors[f"model.layers.0.self_attn.{name}"] *= 0.01
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 IDS = list(range(40, 100))

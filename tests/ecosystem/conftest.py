@@ -8,7 +8,8 @@ import pytest
 
 from checkpoint_logits import checkpoint_root
 
-collect_ignore_glob = [f"test_{package}.py" for package in ("gptqmodel", "llmcompressor") if find_spec(package) is None]
+PACKAGES = ("gptqmodel", "llmcompressor", "optimum")
+collect_ignore_glob = [f"test_{package}.py" for package in PACKAGES if find_spec(package) is None]
 
 
 @pytest.fixture(scope="session")
