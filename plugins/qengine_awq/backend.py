@@ -72,6 +72,9 @@ class AwqScheme(LinearScheme):
     def key(self) -> tuple[Any, ...]:
         return ("awq", self.group_size, self.zero_point, self.keep_dense, self.layout.name)
 
+    def inputs_per_scale(self, spec: LinearSpec) -> int:
+        return spec.in_features if self.group_size == -1 else self.group_size
+
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         needs = self.layout.needs(spec, self.group_size, self.zero_point)
         if spec.bias:
