@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from qengine.errors import ConfigError, PluginError
-from qengine.plugin.discovery import Kind, PluginRecord, list_plugins, load_plugin
+from qengine.plugin.discovery import PluginRecord, list_plugins, load_kernels, load_plugin
 
 if TYPE_CHECKING:
     from qengine.conformance.kit import Outcome
@@ -20,7 +20,8 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="Name of the plugin, as `qengine plugins` shows it")
-    parser.add_argument("--kind", choices=("weight", "kv"), help="Which of two plugins of one name (default: both)")
+    kinds = ("weight", "kv", "kernels")
+    parser.add_argument("--kind", choices=kinds, help="Which of several plugins of one name (default: all)")
     parser.add_argument("--gpu", action="store_true", help="Run CUDA code on a GPU instead of Triton's interpreter")
     parser.add_argument("--targets", metavar="SM,SM", help="Chips to compile for, such as 75,90 (default: all claimed)")
     parser.add_argument("--only", metavar="CHECK", action="append", help="Run this check alone; may be given again")
@@ -58,22 +59,32 @@ def run(args: argparse.Namespace) -> int:
 def run_record(record: PluginRecord, gpu: bool, targets: list[int] | None, only: list[str] | None) -> Any:
     """Outcomes of one plugin, one by one. Raises PluginError when it does not load, ConfigError for unknown checks."""
     from qengine.conformance.kit import run_checks
-    from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
+    from qengine.conformance.kv_suite import KV_CHECKS
     from qengine.conformance.places import places
-    from qengine.conformance.weight_suite import WEIGHT_CHECKS, WeightSubject
+    from qengine.conformance.weight_suite import WEIGHT_CHECKS
 
-    subject: Any
     where = places(gpu)
-    kind: Kind = record.kind
-    if kind == "weight":
-        subject, checks = WeightSubject(load_plugin("weight", record.name), where, targets=targets), WEIGHT_CHECKS
-    else:
-        subject, checks = KVSubject(load_plugin("kv", record.name), where, targets), KV_CHECKS
+    subject, checks = _subject(record, where, targets), KV_CHECKS if record.kind == "kv" else WEIGHT_CHECKS
     unknown = set(only or ()) - {check.name for check in checks}
     if unknown:
         names = " | ".join(check.name for check in checks)
-        raise ConfigError(f"--only: no check named {sorted(unknown)[0]!r} for a {kind} plugin", need=names)
+        raise ConfigError(f"--only: no check named {sorted(unknown)[0]!r} for a {record.kind} plugin", need=names)
     return run_checks([c for c in checks if not only or c.name in only], subject, gpu=gpu)
+
+
+def _subject(record: PluginRecord, where: Any, targets: list[int] | None) -> Any:
+    from qengine.conformance.kv_subject import KVSubject
+    from qengine.conformance.weight_subject import WeightSubject
+
+    if record.kind == "kv":
+        return KVSubject(load_plugin("kv", record.name), where, targets)
+    kernels = None
+    if record.kind == "kernels":
+        good, bad = load_kernels(record.name)
+        kernels = next((found for r, found in good if r.value == record.value), None)
+        if kernels is None:
+            raise PluginError(f"kernels of {record.origin} do not load: {bad[0].error if bad else 'gone'}")
+    return WeightSubject(load_plugin("weight", record.name), where, targets=targets, kernels=kernels)
 
 
 def read_targets(text: str | None) -> list[int] | None:

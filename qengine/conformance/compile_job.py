@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ ROWS = (1, 16, 300)
 
 @dataclass(frozen=True)
 class CompileJob:
-    """`plugin` (module, file, name) finds the class again in another process; `linears` are (config, spec, tensors) of
-    a weight format, `caches` (AttentionSpec, block size) of a KV dtype."""
+    """`plugin` and `kernels` (module, file, name) find the classes again in another process; `linears` are (config,
+    spec, tensors) of a weight format, `caches` (AttentionSpec, block size) of a KV dtype."""
 
     plugin: tuple[str, str, str]
     targets: Sequence[int]
     dtype: torch.dtype
     linears: Sequence[tuple[Mapping[str, Any] | None, LinearSpec, Mapping[str, torch.Tensor]]] = ()
-    caches: Sequence[tuple[Any, int]] = field(default=())
+    caches: Sequence[tuple[Any, int]] = ()
+    kernels: tuple[str, str, str] | None = None
 
 
 def chip(sm: int) -> DeviceInfo:
@@ -73,6 +74,8 @@ def run_job(job: CompileJob, sm: int) -> None:
 
         headers = {n: TensorInfo(f"{spec.name}.{n}", CODES[t.dtype], tuple(t.shape)) for n, t in tensors.items()}
         scheme = plugin.parse(config).scheme_for(spec, headers)
+        if job.kernels is not None:
+            scheme = find(job.kernels)().scheme(scheme, spec) or scheme
         op = scheme.bind([LinearShard(spec, dict(tensors))], torch.device("cpu"), info, job.dtype)
         for m in ROWS:
             op(torch.zeros(m, spec.in_features, dtype=job.dtype))

@@ -28,6 +28,8 @@ CHECKPOINT = Registry()
 @CHECKPOINT.add("checkpoint")
 def checkpoint(subject: WeightSubject) -> None:
     """A quantised one-layer model loads: tensors balance, bytes are as planned, fused modules multiply rightly."""
+    if subject.kernels is not None:
+        raise NotApplicable("the format's own check, not that of its kernels")
     quantizer = next((q for q in subject.quantizers[::-1] if accepts_all(q)), None)
     if quantizer is None:
         raise NotApplicable("no quantizer, or it leaves linears of the toy model as they are")

@@ -23,9 +23,9 @@ def targets(subject: WeightSubject) -> None:
             wanted = wanted[-1:]  # types that differ in name only: one chip shows them
         claimed += len(wanted)
         if wanted:
-            job = CompileJob(
-                where_is(own.plugin), wanted, dtype, linears=[(own.config, own.spec, own.copied())]
-            )
+            linears = [(own.config, own.spec, own.copied())]
+            kernels = None if subject.kernels is None else where_is(subject.kernels)
+            job = CompileJob(where_is(own.plugin), wanted, dtype, linears=linears, kernels=kernels)
             check_report(run_worker(job), f"{own} in {str(dtype).removeprefix('torch.')}")
     if not claimed:
         raise NotApplicable("no CUDA chip is claimed")

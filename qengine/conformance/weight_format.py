@@ -26,10 +26,13 @@ WORST_ROUNDING = 0.6
 @FORMAT.add("contract")
 def contract(subject: WeightSubject) -> None:
     """A name, the contract version as a literal, the methods that it reads; unreadable configs raise ValueError."""
-    plugin = subject.plugin
+    plugin: Any = subject.kernels or subject.plugin
     need(isinstance(getattr(plugin, "name", None), str) and bool(plugin.name), "`name` is missing")
     stated = getattr(plugin, "contract", None)
     need(accepts_contract(stated), f"`contract` states {written_for(stated)}")
+    if subject.kernels is not None:
+        need(isinstance(plugin.priority, int), f"`priority` is {plugin.priority!r}; need: a number")
+        return
     for config in (None, {}, {"quant_method": plugin.name, "bits": "many"}):
         try:
             plugin.parse(config)
@@ -69,7 +72,7 @@ def headers(subject: WeightSubject) -> None:
 @FORMAT.add("capability")
 def capability(subject: WeightSubject) -> None:
     """Answers for every chip and dtype, without a GPU, the same each time; refusals and emulations say why."""
-    claimed = 0
+    claimed, refusal = 0, ""
     for own in subject.stored[:2]:
         for info in devices():
             for dtype in DTYPES:
@@ -79,9 +82,12 @@ def capability(subject: WeightSubject) -> None:
                 need(answer.kind == "native" or bool(answer.reason), f"{where}: {answer.kind} without a reason")
                 need(not (info.sm == 75 and dtype is torch.bfloat16 and answer), f"{where}: sm_75 has no bfloat16")
                 claimed += bool(answer)
+                refusal = refusal if answer else answer.reason
                 if answer:
                     size = own.scheme.resident_bytes(own.spec, info, dtype)
                     need(isinstance(size, int) and size > 0, f"{where}: resident_bytes says {size!r}")
+    if not claimed and subject.kernels is not None:
+        raise NotApplicable(f"the kernels are refused everywhere, the format's own run: {refusal}")
     need(claimed > 0, "refused on every chip and dtype")
 
 

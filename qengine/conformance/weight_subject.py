@@ -13,12 +13,14 @@ import torch
 from qengine.conformance.kit import CheckFailed, need
 from qengine.conformance.places import Place
 from qengine.plugin import (
+    KernelScheme,
     LinearOp,
     LinearScheme,
     LinearShard,
     LinearSpec,
     Quantizer,
     TensorInfo,
+    WeightKernels,
     WeightQuant,
     WeightSample,
 )
@@ -59,6 +61,8 @@ class Stored:
     tensors: Mapping[str, torch.Tensor]
     made: bool
     """By the plugin's quantizer, from `weight_of(spec)`."""
+    kernels: type[WeightKernels] | None = None
+    """Run by these instead of the format's own."""
 
     def __str__(self) -> str:
         s = self.spec
@@ -76,7 +80,12 @@ class Stored:
         scheme = self.plugin.parse(self.config).scheme_for(self.spec, self.headers)
         if scheme is None:
             raise CheckFailed(f"scheme_for says None to its own tensors ({', '.join(self.headers)})")
-        return scheme
+        return scheme if self.kernels is None else self.kernels().scheme(scheme, self.spec) or scheme
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernels under test, if there are any, know this linear."""
+        return self.kernels is None or isinstance(self.scheme, KernelScheme)
 
     @cached_property
     def weight(self) -> torch.Tensor:
@@ -107,7 +116,7 @@ def bind(parts: Sequence[Stored], place: Place, dtype: torch.dtype) -> LinearOp:
 
 
 class WeightSubject:
-    """What the checks of a weight format ask about.
+    """What the checks of a weight format, or of other kernels for one, ask about.
 
     `samples` are stored linears beside those that the plugin's quantizer makes and those of its `samples` hook;
     `targets` the compute capabilities to compile for (None: all that Triton knows here).
@@ -121,8 +130,9 @@ class WeightSubject:
         places: Sequence[Place],
         samples: Sequence[WeightSample] = (),
         targets: Sequence[int] | None = None,
+        kernels: type[WeightKernels] | None = None,
     ) -> None:
-        self.plugin, self.places, self.targets = plugin, places, targets
+        self.plugin, self.places, self.targets, self.kernels = plugin, places, targets, kernels
         self.extra = samples
 
     @cached_property
@@ -139,7 +149,8 @@ class WeightSubject:
         """Every stored linear, from all sources."""
         found = [made for quantizer in self.quantizers for made in self._made(quantizer)]
         samples = [*self.plugin.samples(), *self.extra]
-        found += [Stored(self.plugin, s.config, s.spec, s.tensors, False) for s in samples]
+        found += [Stored(self.plugin, s.config, s.spec, s.tensors, False, self.kernels) for s in samples]
+        found = [own for own in found if own.known]
         need(bool(found), "nothing to check: the format has no quantizer and no samples (see WeightQuant.samples)")
         return found
 
@@ -157,7 +168,7 @@ class WeightSubject:
                 tensors = dict(quantizer.quantize(spec, weight_of(spec)))
                 if spec.bias and "bias" not in tensors:
                     tensors["bias"] = bias_of(spec)
-                yield Stored(reader, config, spec, tensors, True)
+                yield Stored(reader, config, spec, tensors, True, self.kernels)
 
     def runs(self, stored: Sequence[Stored] | None = None) -> Iterator[tuple[Stored, Place, torch.dtype, float]]:
         """Every (stored linear, place, compute dtype, its error limit) that the format claims to run."""

@@ -14,7 +14,7 @@ from qengine.conformance.weight_format import FORMAT
 from qengine.conformance.weight_memory import MEMORY
 from qengine.conformance.weight_numbers import NUMBERS
 from qengine.conformance.weight_subject import WeightSubject
-from qengine.plugin import WeightQuant, WeightSample
+from qengine.plugin import WeightKernels, WeightQuant, WeightSample
 
 WEIGHT_CHECKS: tuple[Check, ...] = (*FORMAT, *NUMBERS, *MEMORY, *CHECKPOINT, *COMPILE)
 
@@ -30,6 +30,9 @@ class WeightConformance(Suite, checks=WEIGHT_CHECKS):
     targets: ClassVar[Sequence[int] | None] = None
     """Compute capabilities to compile for; None: all that the format claims."""
 
+    kernels: ClassVar[type[WeightKernels] | None] = None
+    """Other kernels for `plugin`, which are then what is checked."""
+
     @classmethod
     def samples(cls) -> Sequence[WeightSample]:
         """Stored linears beside those that the plugin makes itself."""
@@ -37,4 +40,4 @@ class WeightConformance(Suite, checks=WEIGHT_CHECKS):
 
     @classmethod
     def make_subject(cls, gpu: bool) -> WeightSubject:
-        return WeightSubject(cls.plugin, places(gpu), cls.samples(), cls.targets)
+        return WeightSubject(cls.plugin, places(gpu), cls.samples(), cls.targets, cls.kernels)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qengine.plugin.calibrator import CalibratedQuantizer, InputStats, tie
     from qengine.plugin.device import Capability, DeviceInfo
     from qengine.plugin.experts import ExpertPairs, ExpertsOp
+    from qengine.plugin.kernels import KernelScheme, WeightKernels
     from qengine.plugin.kv import (
         AttentionSpec,
         KVDtype,
@@ -52,6 +53,7 @@ __all__ = [
     "KVLayout",
     "KVRowFunctions",
     "KVScales",
+    "KernelScheme",
     "LinearOp",
     "LinearScheme",
     "LinearShard",
@@ -62,6 +64,7 @@ __all__ = [
     "SideLayout",
     "TensorInfo",
     "TensorNeed",
+    "WeightKernels",
     "WeightQuant",
     "WeightSample",
     "headers_of",
@@ -72,6 +75,7 @@ _MODULES = {
     "CONTRACT_VERSION": "version",
     **dict.fromkeys(("CalibratedQuantizer", "InputStats", "tie"), "calibrator"),
     **dict.fromkeys(("Capability", "DeviceInfo"), "device"),
+    **dict.fromkeys(("KernelScheme", "WeightKernels"), "kernels"),
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
     **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVRowFunctions", "KVScales"), "kv"),
     **dict.fromkeys(("Side", "SideLayout"), "kv"),

@@ -18,14 +18,21 @@ from qengine.errors import PluginError
 from qengine.plugin.version import CONTRACT_VERSION, accepts_contract, written_for
 
 if TYPE_CHECKING:
+    from qengine.plugin.kernels import WeightKernels
     from qengine.plugin.kv import KVDtype
     from qengine.plugin.weights import WeightQuant
 
-Kind = Literal["weight", "kv"]
+    Loaded = type[WeightQuant] | type[KVDtype] | type[WeightKernels]
+
+Kind = Literal["weight", "kv", "kernels"]
 State = Literal["not loaded", "ok", "broken", "other contract", "clash"]
 
-GROUPS: dict[Kind, str] = {"weight": "qengine.weight_quant", "kv": "qengine.kv_dtype"}
-FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype"}
+GROUPS: dict[Kind, str] = {
+    "weight": "qengine.weight_quant",
+    "kv": "qengine.kv_dtype",
+    "kernels": "qengine.weight_kernels",
+}
+FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype", "kernels": "kernels for"}
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,10 @@ class PluginRecord:
 
 
 def list_plugins(kind: Kind | None = None) -> list[PluginRecord]:
-    """Every registered plugin of a kind (both when None), sorted by name; nothing is imported.
+    """Every registered plugin of a kind (all when None), sorted by name; nothing is imported.
 
-    Names that two distributions register come back with state "clash", all others with "not loaded".
+    Names that two distributions register come back with state "clash", all others with "not loaded". Kernels are named
+    like the format that they run, and several may be installed for one.
     """
     return [record for k in _kinds(kind) for record, _ in _found(k)]
 
@@ -86,13 +94,26 @@ def find_plugin(kind: Kind, name: str) -> PluginRecord:
 def load_plugin(kind: Literal["weight"], name: str) -> type[WeightQuant]: ...
 @overload
 def load_plugin(kind: Literal["kv"], name: str) -> type[KVDtype]: ...
-def load_plugin(kind: Kind, name: str) -> type[WeightQuant] | type[KVDtype]:
+def load_plugin(kind: Kind, name: str) -> Loaded:
     """The plugin class registered as `name`.
 
     Raises PluginError as `find_plugin` does, and when the plugin is broken (with the cause's first line; the cause
     itself is chained) or written for another contract version.
     """
     return _load(*_find(kind, name))
+
+
+def load_kernels(format: str) -> tuple[list[tuple[PluginRecord, type[WeightKernels]]], list[PluginRecord]]:
+    """Other kernels for a weight format, the greatest priority first, and the records of those that do not load."""
+    good: list[tuple[PluginRecord, type[WeightKernels]]] = []
+    bad = []
+    for record, entry in _found("kernels"):
+        if record.name == format:
+            try:
+                good.append((record, _load(record, entry)))  # type: ignore[arg-type]
+            except PluginError as e:
+                bad.append(_faulty(record, e))
+    return sorted(good, key=lambda pair: -pair[1].priority), bad
 
 
 def _find(kind: Kind, name: str) -> tuple[PluginRecord, metadata.EntryPoint]:
@@ -125,7 +146,7 @@ def _found(kind: Kind) -> list[tuple[PluginRecord, metadata.EntryPoint]]:
     found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
     counts = Counter(record.name for record, _ in found)
     return [
-        (record if counts[record.name] == 1 else _clashing(record, [r for r, _ in found]), entry)
+        (record if counts[record.name] == 1 or kind == "kernels" else _clashing(record, [r for r, _ in found]), entry)
         for record, entry in found
     ]
 
@@ -135,7 +156,7 @@ def _clashing(record: PluginRecord, records: Sequence[PluginRecord]) -> PluginRe
     return replace(record, state="clash", error=f"{record.name!r} is registered twice, by {owners}")
 
 
-def _load(record: PluginRecord, entry: metadata.EntryPoint) -> type[WeightQuant] | type[KVDtype]:
+def _load(record: PluginRecord, entry: metadata.EntryPoint) -> Loaded:
     where = f"plugin {record.name!r} of {record.origin}"
     try:
         loaded = entry.load()
@@ -149,10 +170,12 @@ def _load(record: PluginRecord, entry: metadata.EntryPoint) -> type[WeightQuant]
 
 def _check_contract(record: PluginRecord, where: str, loaded: object) -> None:
     """Raise PluginError unless `loaded` is a class of the right kind that states this contract version."""
+    from qengine.plugin.kernels import WeightKernels
     from qengine.plugin.kv import KVDtype
     from qengine.plugin.weights import WeightQuant
 
-    base = WeightQuant if record.kind == "weight" else KVDtype
+    bases: dict[Kind, type] = {"weight": WeightQuant, "kv": KVDtype, "kernels": WeightKernels}
+    base = bases[record.kind]
     stated = getattr(loaded, "contract", None)
     if not accepts_contract(stated):
         raise _OtherContract(

@@ -144,6 +144,11 @@ class LinearScheme(ABC):
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         """Pure; needs no GPU."""
 
+    def inputs_per_scale(self, spec: LinearSpec) -> int | None:
+        """How many neighbouring inputs of this linear share a scale; the last ones may be fewer. None, the default:
+        scales are shared in another way, or it is not said. Shapes alone do not tell."""
+        return None
+
     def compact(self) -> LinearScheme | None:
         """A variant that keeps fewer bytes and is slower (no dense copy beside int4 on a CPU, for instance), or None.
         The engine takes it for every linear when memory is short, before anything is read."""

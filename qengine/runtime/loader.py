@@ -20,6 +20,7 @@ from qengine.layers.module import Leaf
 from qengine.plugin import DeviceInfo, LinearScheme, WeightQuant
 from qengine.runtime.accounting import first_names
 from qengine.runtime.host_memory import Trimmer
+from qengine.runtime.kernel_choice import prefer_kernels
 from qengine.runtime.survey import TensorSource, grouped, survey
 
 Progress = Callable[[int, int, str], None]
@@ -87,11 +88,13 @@ def resolve(
         for leaf in leaves:
             if isinstance(leaf, Linear):
                 leaf.compact()
+    readers = [dense.name] if quant is None else [quant.name, dense.name]
+    notes, warnings = prefer_kernels(leaves, found.schemes, readers, info, dtype)
     rounded = [] if compact or not rounded_head or quant is None else _round_heads(leaves)
-    notes = rounded + found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
+    notes += rounded + found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
     if found.zero_biases:
         notes.append(f"{len(found.zero_biases)} all-zero bias tensors of linears without a bias are ignored")
-    warnings = found.contradictions()
+    warnings += found.contradictions()
     if found.extra:
         names = first_names(found.extra)
         warnings.append(f"{len(found.extra)} tensor(s) in the checkpoint that this model does not use: {names}")

@@ -47,6 +47,9 @@ class NF4Scheme(LinearScheme):
     def group(self, in_features: int) -> int:
         return min(self.group_size, in_features)
 
+    def inputs_per_scale(self, spec: LinearSpec) -> int:
+        return self.group(spec.in_features)
+
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         n, k = spec.out_features, spec.in_features
         needs = [
