@@ -92,6 +92,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, block_size: int, k: SideLayout, v: SideLayout) -> KVLayout:
+        """K first, then V, each aligned."""
         v_offset = _aligned(k.nbytes)
         return cls(block_size, v_offset + _aligned(v.nbytes), k, v, 0, v_offset)
 
