@@ -42,12 +42,15 @@ class Capability:
 
     @classmethod
     def native(cls, reason: str = "") -> Capability:
+        """Runs as it was made to run."""
         return cls("native", reason)
 
     @classmethod
     def emulated(cls, reason: str) -> Capability:
+        """Runs, in another way than it was made for: slower, or with more memory."""
         return cls("emulated", reason)
 
     @classmethod
     def refused(cls, reason: str) -> Capability:
+        """Does not run; `reason` says what was found, what is needed and, where there is something, what would work."""
         return cls("refused", reason)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
 
 PYPROJECT = """
 [build-system]
@@ -54,3 +58,32 @@ def qengine(
     own = {**os.environ, "PYTHONPATH": str(site), **(env or {})}
     command = [sys.executable, "-m", "qengine.cli.main", *argv]
     return subprocess.run(command, cwd=cwd or site, env=own, capture_output=True, text=True, timeout=280)
+
+
+@contextmanager
+def serving(site: Path, model: Path, *flags: str) -> Iterator[tuple[str, list[str]]]:
+    """`qengine serve` on a CPU: its address once it answers, and the lines printed so far."""
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "qengine.cli.main", "serve", str(model), "--device", "cpu", "--port", "0", *flags]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines: list[str] = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r"serves .* at (http://\S+)/v1", line):
+                yield found[1], lines
+                break
+        else:
+            raise AssertionError("the server did not start:\n" + "".join(lines))
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def complete(url: str, prompt: str, max_tokens: int = 8) -> str:
+    """The greedy continuation."""
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+    return str(answer["choices"][0]["text"])
