@@ -7,7 +7,7 @@ those of `qengine.plugin.KVFunctions` or `KVRowFunctions`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class CacheSide:
     scale    float32 [num_kv_heads], multiply-to-dequantise; `inverse` its reciprocal
     write    device function encode(x, NATIVE), or with `rows` store(x, p_rows, row_mask, HEAD_DIM, NATIVE)
     read     device function decode(b, NATIVE), or with `rows` load(p_rows, o_dim, row_mask, HEAD_DIM, NATIVE)
+    pairs    device function pairs(w, MODE) over 16-bit elements of two stored values each, or None
     """
 
     cache: torch.Tensor
@@ -35,6 +36,7 @@ class CacheSide:
     write: Any
     read: Any
     rows: bool
+    pairs: Any = None
 
     @classmethod
     def of(cls, storage: torch.Tensor, layout: Any, which: str, scale: torch.Tensor, functions: Any) -> CacheSide:
@@ -43,7 +45,8 @@ class CacheSide:
         scale = scale.to(storage.device, torch.float32).contiguous()
         rows = hasattr(functions, "load")
         write, read = (functions.store, functions.load) if rows else (functions.encode, functions.decode)
-        return cls(side_view(storage, side, offset), side, scale, scale.reciprocal(), write, read, rows)
+        pairs = getattr(functions, "pairs", None)
+        return cls(side_view(storage, side, offset), side, scale, scale.reciprocal(), write, read, rows, pairs)
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -62,3 +65,22 @@ class CacheSide:
                 f"encode and decode work on one element a value; have row {self.layout.row}, head_dim {head_dim}: "
                 "such a format brings store and load"
             )
+
+    def paired(self) -> CacheSide | None:
+        """The same bytes as 16-bit elements of two values each, read by `pairs`; None where the format has no such
+        function, or rows or blocks do not begin at even bytes."""
+        even = all(stride % 2 == 0 for stride in (*self.strides, self.cache.storage_offset(), self.layout.row))
+        if self.pairs is None or self.cache.dtype.itemsize != 1 or not even:
+            return None
+        width = self.cache.shape[1] // 2 * 2
+        layout = PairLayout(self.layout.token_stride // 2, self.layout.head_stride // 2, self.layout.row // 2)
+        return replace(self, cache=self.cache[:, :width].view(torch.int16), layout=layout, read=self.pairs)
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """The strides and the length of a row, in 16-bit elements."""
+
+    token_stride: int
+    head_stride: int
+    row: int

@@ -61,6 +61,7 @@ class AwqScheme(LinearScheme):
     zero_point: bool
     keep_dense: bool = True
     layout: Layout = GEMM
+    tiles: bool = True
     notes: Sequence[str] = field(default=(), compare=False)
 
     @property
@@ -70,7 +71,7 @@ class AwqScheme(LinearScheme):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("awq", self.group_size, self.zero_point, self.keep_dense, self.layout.name)
+        return ("awq", self.group_size, self.zero_point, self.keep_dense, self.layout.name, self.tiles)
 
     def inputs_per_scale(self, spec: LinearSpec) -> int:
         return spec.in_features if self.group_size == -1 else self.group_size
@@ -89,10 +90,12 @@ class AwqScheme(LinearScheme):
                 n, k, self.group_size, spec.bias, dtype,
                 limit=t.int4_limit, preferred=t.dense, keep_dense=self.keep_dense,
             )  # fmt: skip
-        from qengine_kernels.wna16_gemm.layout import normal_group_size, packed_bytes
+        from qengine_kernels.launch import Chip
+        from qengine_kernels.wna16_gemm import held_bytes, normal_group_size
 
-        group = normal_group_size(self.group_size, k)
-        return packed_bytes(k, n, group, self.zero_point) + spec.bias * n * dtype.itemsize
+        group, chip = normal_group_size(self.group_size, k), Chip.known(device.sm)
+        weight = held_bytes(k, n, group, self.zero_point, dtype, chip, tiles=self.tiles)
+        return weight + spec.bias * n * dtype.itemsize
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
         if device.type == "cpu":
@@ -112,6 +115,9 @@ class AwqScheme(LinearScheme):
         """Without the dense copy: about 0.56 instead of 2.56 bytes a weight on a CPU."""
         return dataclasses.replace(self, keep_dense=False) if self.keep_dense else None
 
+    def of_experts(self) -> AwqScheme:
+        return dataclasses.replace(self, tiles=False)
+
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
@@ -125,7 +131,7 @@ class AwqScheme(LinearScheme):
         from qengine_awq.kernels import AwqCudaLinear
 
         placed_bias = None if bias is None else bias.to(device)
-        return AwqCudaLinear(qweight, qzeros, scales, placed_bias, self.group_size, dtype, info)
+        return AwqCudaLinear(qweight, qzeros, scales, placed_bias, self.group_size, dtype, info, tiles=self.tiles)
 
     def _take(self, shard: LinearShard, device: torch.device) -> dict[str, torch.Tensor]:
         """A shard's tensors on the device, in the gemm layout; consumes all but its bias."""
@@ -143,7 +149,7 @@ class AwqScheme(LinearScheme):
         from qengine_awq.kernels import AwqCudaExperts, AwqCudaLinear, chip_of
 
         def bind_one(shards: Sequence[LinearShard]) -> AwqCudaLinear:
-            op = self.bind(shards, device, info, dtype)
+            op = self.of_experts().bind(shards, device, info, dtype)
             assert isinstance(op, AwqCudaLinear)
             return op
 

@@ -13,7 +13,14 @@ from qengine.plugin import DeviceInfo, ExpertPairs, ExpertsOp, LinearOp, LinearS
 from qengine_awq.layout import unpack
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm import PackedExperts, describe, grouped_matmul, most_pairs
-from qengine_kernels.wna16_gemm import PackedWeight, normal_group_size, pack_codes, wna16_matmul
+from qengine_kernels.wna16_gemm import (
+    PackedWeight,
+    TiledWeight,
+    held_weight,
+    normal_group_size,
+    pack_codes,
+    wna16_matmul,
+)
 
 
 @triton.jit
@@ -35,6 +42,7 @@ class AwqCudaLinear(LinearOp):
                 all on the device where the op runs; group_size -1 is one group, the last one may be short
     dtype       of x and y
     info        the device: its compute capability picks the kernels
+    tiles       whether the weight may be kept in the layout that only a linear on its own takes
 
     The arguments are repacked (peak: the codes as one byte each) and not kept. Scales stay in their 16-bit dtype;
     float32 ones become float16, which is what the format defines.
@@ -49,13 +57,15 @@ class AwqCudaLinear(LinearOp):
         group_size: int,
         dtype: torch.dtype,
         info: DeviceInfo,
+        *,
+        tiles: bool = True,
     ) -> None:
         self.in_features, self.out_features = qweight.shape[0], qweight.shape[1] * 8
         group = normal_group_size(group_size, self.in_features)
         need = (-(-self.in_features // group), self.out_features)
         if tuple(scales.shape) != need:
             raise ValueError(f"AWQ scales have shape {tuple(scales.shape)}; need {need} for group size {group}")
-        self.weight = PackedWeight(
+        packed = PackedWeight(
             words=pack_codes(unpack(qweight)),
             scales=(scales.half() if scales.dtype == torch.float32 else scales).contiguous(),
             zeros=None if qzeros is None else unpack(qzeros),
@@ -64,6 +74,7 @@ class AwqCudaLinear(LinearOp):
         )
         self.bias = None if bias is None else bias.to(dtype)
         self.chip = chip_of(qweight.device, info)
+        self.weight: PackedWeight | TiledWeight = held_weight(packed, dtype, self.chip) if tiles else packed
         self.kernel = "Triton W4A16, dequantise + cuBLAS above some hundred rows"
         if not self.chip.tensor_cores:
             self.kernel = f"Triton W4A16, dequantise + cuBLAS above 16 rows (sm_{self.chip.sm}: tl.dot is plain FMA)"
@@ -72,13 +83,7 @@ class AwqCudaLinear(LinearOp):
         return wna16_matmul(x, self.weight, self.bias, unpack_nibble, self.chip)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        named = {
-            "words": self.weight.words,
-            "scales": self.weight.scales,
-            "zeros": self.weight.zeros,
-            "bias": self.bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return self.weight.buffers() | ({} if self.bias is None else {"bias": self.bias})
 
 
 class AwqCudaExperts(ExpertsOp):
@@ -93,6 +98,7 @@ class AwqCudaExperts(ExpertsOp):
 
     def bind(self, expert: int, shards: Sequence[LinearShard]) -> LinearOp:
         op = self.bind_one(shards)
+        assert isinstance(op.weight, PackedWeight)
         op.weight = self.experts.put(expert, op.weight)
         op.kernel = describe("Triton W4A16", self.most_pairs)
         return op

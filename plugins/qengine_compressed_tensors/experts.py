@@ -16,6 +16,7 @@ from qengine_kernels.fp8.device import e4m3_decode_finite
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm import ByteExperts, PackedExperts, describe, grouped_matmul, most_pairs
 from qengine_kernels.w8a16_gemm import ByteWeight
+from qengine_kernels.wna16_gemm import PackedWeight
 
 UNLIKE = "stored unlike the other experts of its layer: they run one after the other, not all at once"
 
@@ -57,6 +58,7 @@ class PackedCudaExperts(GroupedExperts):
 
     def _stack(self, expert: int, op: IntCudaLinear) -> bool:
         columns = op.order
+        assert isinstance(op.weight, PackedWeight)
         if self.reordered and columns is None:
             columns = torch.arange(self.in_features, dtype=torch.int32, device=op.weight.words.device)
         try:
@@ -66,7 +68,7 @@ class PackedCudaExperts(GroupedExperts):
         if columns is not None:
             op.order = self.experts.stack.tensors["columns"][expert]
         op.kernel = describe(op.kind, self.most_pairs)
-        self.bits = op.weight.bits
+        self.bits = op.bits
         return True
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:

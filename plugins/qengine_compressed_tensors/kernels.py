@@ -16,7 +16,14 @@ from qengine_kernels.launch import Chip
 from qengine_kernels.quantize_rows import quantize_rows
 from qengine_kernels.w8a8_gemm import w8a8_matmul
 from qengine_kernels.w8a16_gemm import ByteWeight
-from qengine_kernels.wna16_gemm import PackedWeight, normal_group_size, pack_codes, wna16_matmul
+from qengine_kernels.wna16_gemm import (
+    PackedWeight,
+    TiledWeight,
+    held_weight,
+    normal_group_size,
+    pack_codes,
+    wna16_matmul,
+)
 
 
 @triton.jit
@@ -84,6 +91,7 @@ class IntCudaLinear(LinearOp):
     group_size  -1 is one group, the last one may be short
     dtype       of x and y
     info        the device: its compute capability picks the kernels
+    tiles       whether the weight may be kept in the layout that only a linear on its own takes
     """
 
     def __init__(
@@ -95,10 +103,12 @@ class IntCudaLinear(LinearOp):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         info: DeviceInfo,
+        *,
+        tiles: bool = True,
     ) -> None:
         self.out_features, self.in_features = weight.codes.shape
         held = held_bits(bits)
-        self.weight = PackedWeight(
+        packed = PackedWeight(
             words=pack_codes(weight.codes.t().contiguous(), held),
             scales=weight.scales.t().contiguous(),
             zeros=None if weight.zeros is None else weight.zeros.t().contiguous(),
@@ -111,6 +121,8 @@ class IntCudaLinear(LinearOp):
         self.bias = None if bias is None else bias.to(dtype)
         self.unpack = UNPACK[held]
         self.chip = chip_of(weight.codes.device, info)
+        self.bits = held
+        self.weight: PackedWeight | TiledWeight = held_weight(packed, dtype, self.chip) if tiles else packed
         self.kind = f"Triton W{held}A16" + ("" if held == bits else f" ({bits}-bit codes are held in {held} bits)")
         rows = "some hundred rows"
         if not self.chip.tensor_cores:
@@ -123,14 +135,8 @@ class IntCudaLinear(LinearOp):
         return wna16_matmul(x, self.weight, self.bias, self.unpack, self.chip)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        named = {
-            "words": self.weight.words,
-            "scales": self.weight.scales,
-            "zeros": self.weight.zeros,
-            "order": self.order,
-            "bias": self.bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        named = {"order": self.order, "bias": self.bias}
+        return self.weight.buffers() | {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 LIBRARY_ROWS = 17

@@ -79,6 +79,7 @@ class WeightOnlyInt(LinearScheme):
     unused: tuple[tuple[str, tuple[int, ...]], ...] = ()
     notes: Sequence[str] = ()
     keep_dense: bool = True
+    tiles: bool = True
     splits_inputs = splits_outputs = False  # weight_shape states the whole's shape
 
     @property
@@ -87,7 +88,7 @@ class WeightOnlyInt(LinearScheme):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("compressed-tensors", self.stored, self.unused, self.keep_dense)
+        return ("compressed-tensors", self.stored, self.unused, self.keep_dense, self.tiles)
 
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         needs = self.stored.tensors(spec)
@@ -105,11 +106,13 @@ class WeightOnlyInt(LinearScheme):
             if s.bits <= 4:
                 return order + int4_bytes(*shape, limit=t.int4_limit, preferred=t.dense, keep_dense=keep)
             return order + int8_bytes(*shape, preferred=t.dense, keep_dense=keep)
-        from qengine_kernels.wna16_gemm.layout import normal_group_size, packed_bytes
+        from qengine_kernels.launch import Chip
+        from qengine_kernels.wna16_gemm import held_bytes, normal_group_size
 
         group = normal_group_size(s.group_size, k)
         held = next(b for b in (2, 4, 8) if b >= s.bits)
-        size = packed_bytes(k, n, group, s.zeros is not None, s.scale_bytes, held)
+        kept = (s.scale_bytes, held, self.tiles)
+        size = held_bytes(k, n, group, s.zeros is not None, dtype, Chip.known(device.sm), *kept)
         return order + size + spec.bias * n * dtype.itemsize
 
     def keeps_codes(self, in_features: int, dtype: torch.dtype) -> bool:
@@ -129,6 +132,9 @@ class WeightOnlyInt(LinearScheme):
     def compact(self) -> WeightOnlyInt | None:
         """Without the dense copy on a CPU: 0.56 instead of 2.56 bytes a weight at 4 bits, 1.1 instead of 2 at 8."""
         return dataclasses.replace(self, keep_dense=False) if self.keep_dense else None
+
+    def of_experts(self) -> WeightOnlyInt:
+        return dataclasses.replace(self, tiles=False)
 
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
@@ -158,7 +164,7 @@ class WeightOnlyInt(LinearScheme):
         from qengine_compressed_tensors.kernels import chip_of
 
         def bind_one(shards: Sequence[LinearShard]) -> LinearOp:
-            return self.bind(shards, device, info, dtype)
+            return self.of_experts().bind(shards, device, info, dtype)
 
         return PackedCudaExperts(spec, count, self.stored.reordered, chip_of(device, info), bind_one)
 
@@ -170,7 +176,7 @@ class WeightOnlyInt(LinearScheme):
             from qengine_compressed_tensors.kernels import IntCudaLinear
 
             placed = None if bias is None else bias.to(device)
-            return IntCudaLinear(w, s.bits, s.middle, s.group_size, placed, dtype, info)
+            return IntCudaLinear(w, s.bits, s.middle, s.group_size, placed, dtype, info, tiles=self.tiles)
         # The kernels round (8 - zero) * scale to bfloat16 (128 in 8 bits): fewer bits are moved to their middle, where
         # that is exactly or nearly 0.
         shift = (8 if s.bits <= 4 else 128) - s.middle

@@ -66,6 +66,7 @@ class GptqScheme(LinearScheme):
     zeros: ZeroRule
     act_order: bool = False
     keep_dense: bool = True
+    tiles: bool = True
     notes: Sequence[str] = field(default=(), compare=False)
     splits_inputs = False  # g_idx names groups of the whole
 
@@ -76,7 +77,7 @@ class GptqScheme(LinearScheme):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("gptq", self.bits, self.group_size, self.zeros, self.act_order, self.keep_dense)
+        return ("gptq", self.bits, self.group_size, self.zeros, self.act_order, self.keep_dense, self.tiles)
 
     def group(self, in_features: int) -> int:
         """Inputs in a group, at least 1."""
@@ -107,10 +108,12 @@ class GptqScheme(LinearScheme):
             return cpu_bytes(
                 self.bits, n, k, self.group(k), spec.bias, dtype, ordered=ordered, keep_dense=self.keep_dense
             )
-        from qengine_kernels.wna16_gemm.layout import packed_bytes
+        from qengine_kernels.launch import Chip
+        from qengine_kernels.wna16_gemm import held_bytes
 
-        held = 4 if self.bits == 3 else self.bits
-        weight = packed_bytes(k, n, self.group(k), self.zeros.symmetric is not True, bits=held)
+        held, chip = 4 if self.bits == 3 else self.bits, Chip.known(device.sm)
+        zeros = self.zeros.symmetric is not True
+        weight = held_bytes(k, n, self.group(k), zeros, dtype, chip, bits=held, tiles=self.tiles)
         return weight + spec.bias * n * dtype.itemsize + ordered * k * 4
 
     def capability(self, device: DeviceInfo, dtype: torch.dtype) -> Capability:
@@ -141,6 +144,9 @@ class GptqScheme(LinearScheme):
         """Without dense weights: about 0.56 (8 bits: 1.1) instead of 2.56 (2) bytes a weight on a CPU."""
         return dataclasses.replace(self, keep_dense=False) if self.keep_dense else None
 
+    def of_experts(self) -> GptqScheme:
+        return dataclasses.replace(self, tiles=False)
+
     def bind(
         self, shards: Sequence[LinearShard], device: torch.device, info: DeviceInfo, dtype: torch.dtype
     ) -> LinearOp:
@@ -169,7 +175,7 @@ class GptqScheme(LinearScheme):
         from qengine_gptq.kernels import GptqCudaExperts, chip_of
 
         def bind_one(shards: Sequence[LinearShard]) -> LinearOp:
-            return self.bind(shards, device, info, dtype)
+            return self.of_experts().bind(shards, device, info, dtype)
 
         return GptqCudaExperts(spec, count, self.ordered(spec.in_features), chip_of(device, info), bind_one)
 
@@ -178,7 +184,7 @@ class GptqScheme(LinearScheme):
             return bind_cpu(part, bias, dtype, keep_dense=self.keep_dense)
         from qengine_gptq.kernels import GptqCudaLinear
 
-        return GptqCudaLinear(part, bias, self.zeros.symmetric is True, dtype, info)
+        return GptqCudaLinear(part, bias, self.zeros.symmetric is True, dtype, info, tiles=self.tiles)
 
     def dequantize(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         k = spec.in_features

@@ -14,7 +14,7 @@ from qengine.plugin import DeviceInfo, ExpertPairs, ExpertsOp, LinearOp, LinearS
 from qengine_gptq.shards import Decoded
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm import PackedExperts, describe, grouped_matmul, most_pairs
-from qengine_kernels.wna16_gemm import PackedWeight, pack_codes, wna16_matmul
+from qengine_kernels.wna16_gemm import PackedWeight, TiledWeight, held_weight, pack_codes, wna16_matmul
 
 
 @triton.jit
@@ -60,17 +60,26 @@ class GptqCudaLinear(LinearOp):
     symmetric   zeros that are all the middle are not kept
     dtype       of x and y
     info        the device: its compute capability picks the kernels
+    tiles       whether the weight may be kept in the layout that only a linear on its own takes
 
     The arguments are repacked (peak: the codes as one byte each) and not kept. Scales stay in their 16-bit dtype;
     float32 ones become float16, which is what the format defines.
     """
 
     def __init__(
-        self, part: Decoded, bias: torch.Tensor | None, symmetric: bool, dtype: torch.dtype, info: DeviceInfo
+        self,
+        part: Decoded,
+        bias: torch.Tensor | None,
+        symmetric: bool,
+        dtype: torch.dtype,
+        info: DeviceInfo,
+        *,
+        tiles: bool = True,
     ) -> None:
         self.in_features, self.out_features = part.codes.shape
         scales, bits = part.scales, held_bits(part.bits)
-        self.weight = PackedWeight(
+        self.bits = bits
+        packed = PackedWeight(
             words=pack_codes(part.codes, bits),
             scales=(scales.half() if scales.dtype == torch.float32 else scales).contiguous(),
             zeros=None if symmetric and part.zeros is None else part.zeros_or_middle().contiguous(),
@@ -82,6 +91,7 @@ class GptqCudaLinear(LinearOp):
         self.order = part.order
         self.bias = None if bias is None else bias.to(dtype)
         self.chip = chip_of(part.codes.device, info)
+        self.weight: PackedWeight | TiledWeight = held_weight(packed, dtype, self.chip) if tiles else packed
         self.kind = f"Triton W{bits}A16"
         if bits != part.bits:
             self.kind += f" ({part.bits}-bit codes held in {bits} bits)"
@@ -95,17 +105,11 @@ class GptqCudaLinear(LinearOp):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
             x = x.index_select(1, self.order)
-        return wna16_matmul(x, self.weight, self.bias, UNPACK[self.weight.bits], self.chip)
+        return wna16_matmul(x, self.weight, self.bias, UNPACK[self.bits], self.chip)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        named = {
-            "words": self.weight.words,
-            "scales": self.weight.scales,
-            "zeros": self.weight.zeros,
-            "order": self.order,
-            "bias": self.bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        named = {"order": self.order, "bias": self.bias}
+        return self.weight.buffers() | {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 class GptqCudaExperts(ExpertsOp):
@@ -140,6 +144,7 @@ class GptqCudaExperts(ExpertsOp):
     def _stack(self, expert: int, op: GptqCudaLinear) -> bool:
         """Move the op's tensors into the stack; False if they don't fit there."""
         columns = op.order
+        assert isinstance(op.weight, PackedWeight)
         if self.ordered and columns is None:
             columns = torch.arange(self.in_features, dtype=torch.int32, device=op.weight.words.device)
         try:
@@ -149,7 +154,7 @@ class GptqCudaExperts(ExpertsOp):
         if columns is not None:
             op.order = self.experts.stack.tensors["columns"][expert]
         op.kernel = describe(op.kind, self.most_pairs)
-        self.bits = op.weight.bits
+        self.bits = op.bits
         return True
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:

@@ -51,9 +51,9 @@ class Fp8E4M3KV(Fp8KV):
     fp8 = torch.float8_e4m3fn
 
     def functions(self) -> KVFunctions:
-        from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode
+        from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e4m3_pairs
 
-        return KVFunctions(encode=e4m3_encode, decode=e4m3_decode)
+        return KVFunctions(encode=e4m3_encode, decode=e4m3_decode, pairs=e4m3_pairs)
 
     @classmethod
     def uncalibrated_note(cls) -> str:
@@ -71,9 +71,9 @@ class Fp8E5M2KV(Fp8KV):
     fp8 = torch.float8_e5m2
 
     def functions(self) -> KVFunctions:
-        from qengine_kernels.fp8.device import e5m2_decode, e5m2_encode
+        from qengine_kernels.fp8.device import e5m2_decode, e5m2_encode, e5m2_pairs
 
-        return KVFunctions(encode=e5m2_encode, decode=e5m2_decode)
+        return KVFunctions(encode=e5m2_encode, decode=e5m2_decode, pairs=e5m2_pairs)
 
     @classmethod
     def uncalibrated_note(cls) -> str:

@@ -70,7 +70,7 @@ class ExpertLinear(Linear):
     def resolve(self, schemes: Sequence[LinearScheme]) -> None:
         """On a CPU the variants that keep fewer bytes: a batch spreads over the experts, so few rows reach each, and a
         dense copy of every expert beside its packed weights would be most of the model."""
-        super().resolve(schemes)
+        super().resolve([scheme.of_experts() for scheme in schemes])
         if self.info.type == "cpu":
             self.compact()
 

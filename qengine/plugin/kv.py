@@ -119,10 +119,17 @@ class KVFunctions:
     decode(b, NATIVE) : loaded block of `layout.dtype` -> float block (float16 or float32), not yet scaled
     NATIVE is a constexpr bool: hardware conversions may be used. Both must work in Triton's interpreter with
     NATIVE=False. Elements of any shape, each on its own.
+
+    pairs(w, MODE)    : optional, for 8-bit elements; what makes attention fast. Block of 16-bit elements of two
+                        neighbouring stored values each -> the values of the low bytes and those of the high ones,
+                        float16 blocks.
+    MODE is a constexpr int: 0 plain operations, as the interpreter needs them; 1 and 2 may use inline assembly, 2
+    also hardware conversions. A function may treat all alike.
     """
 
     encode: Any
     decode: Any
+    pairs: Any = None
 
 
 @dataclass(frozen=True)

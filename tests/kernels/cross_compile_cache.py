@@ -10,7 +10,14 @@ from cross_compile_variant import ITEM, Variant, split_options
 
 from qengine.plugin import AttentionSpec, KVDtype
 from qengine_dense.kernels import identity_decode, identity_encode
-from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
+from qengine_kernels.fp8.device import (
+    e4m3_decode,
+    e4m3_encode,
+    e4m3_pairs,
+    e5m2_decode,
+    e5m2_encode,
+    e5m2_pairs,
+)
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
@@ -21,6 +28,7 @@ FUNCTIONS = {
     "e4m3": (e4m3_encode, e4m3_decode),
     "e5m2": (e5m2_encode, e5m2_decode),
 }
+PAIRS = {"e4m3": e4m3_pairs, "e5m2": e5m2_pairs}
 
 
 def cache_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
@@ -46,8 +54,12 @@ def attention(
         "SPLIT": decode, "WINDOW": 0, "SOFT_CAP": False, "NATIVE": native,
         "K_READ": FUNCTIONS[format][1], "K_ROWS": False, "K_ALIGN": 16,
         "V_READ": FUNCTIONS[format][1], "V_ROWS": False, "V_ALIGN": 16,
+        "PAIRS": False, "CAUSAL": not decode, "WHOLE": not decode and "WINDOW" not in rules,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
+    if format in PAIRS and chip.tensor_cores and dtype != "fp32":
+        constants |= {"K_READ": PAIRS[format], "V_READ": PAIRS[format], "PAIRS": True, "NATIVE": 2 if native else 1}
+        stored = "i16"
     types = {"p_q": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_out": dtype}
     types |= {"scale": "fp32", "soft_cap": "fp32", "p_table": "i32", "p_query_start": "i32", "p_seq_lens": "i32"}
     for name in ("p_partial", "p_partial_max", "p_partial_sum", "p_k_scale", "p_v_scale"):
@@ -91,8 +103,12 @@ def packed_rows(
     _, gather = helpers_of_attention(dtype, "e4m3", native, head_dim)
     found = [(write, store | {"HEAD_DIM": head_dim}), (gather, load)]
     if attend:
+        load_here = load | {"PAIRS": False, "NATIVE": native}
         for decode in (True, False) if chip.tensor_cores else (True,):
-            found += [(variant, load) for variant in attention(chip, dtype, "e4m3", native, (4, head_dim), decode, {})]
+            found += [
+                (variant, load_here)
+                for variant in attention(chip, dtype, "e4m3", native, (4, head_dim), decode, {})
+            ]
     for variant, changes in found:
         variant.types |= types
         variant.constants |= changes

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from cross_compile_cache import FUNCTIONS, attention, cache_writes, helpers_of_attention, packed_rows
 from cross_compile_variant import ITEM, Variant, compile_variant, split_options
 
@@ -43,6 +44,10 @@ from qengine_kernels.w8a16_gemm.config import plan_bytes
 from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
+from qengine_kernels.wna16_gemm.tiled_config import plan_tiles
+from qengine_kernels.wna16_gemm.tiled_kernel import tiled_dequantize_kernel, tiled_kernel
+from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, tile_constants
+from qengine_kernels.wna16_gemm.tiles import tile_rows
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
@@ -92,6 +97,22 @@ def gemms(
     types |= {"p_bias": dtype, "p_out": "fp32" if split else dtype}
     kernel = gemv_kernel if plan.route == "gemv" else gemm_kernel
     yield Variant(name, kernel, types, constants, options)
+
+
+def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
+    p = tile_rows(k, n, group, 4)
+    assert p is not None
+    types = {"p_x": dtype, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype}
+    types |= {"p_parts": "fp32", "p_tickets": "i32"}
+    plan = plan_tiles(chip, m, n, k, p)
+    if plan.kind == "dequantize":
+        constants = {"P": p, "GROUP": group, "SCALE": SCALES[scales], "ROWS": 1, "ASM": True}
+        yield Variant(f"tiled_dequantize k{k} g{group} {dtype}", tiled_dequantize_kernel, types, constants)
+        return
+    constants, options = split_options(tile_constants(plan, p, group, scales))
+    constants |= {"HAS_BIAS": True, "ASM": True}
+    name = f"tiled_{plan.kind} m{m} n{n} k{k} g{group} {dtype}"
+    yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))
 
 
 BYTE_KERNELS = {"gemv": byte_gemv_kernel, "gemm": byte_gemm_kernel, "dequantize": byte_dequantize_kernel}
@@ -229,6 +250,11 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from experts(chip, half, "floats", 2000, False)
         if float32:
             yield from experts(chip, "fp32", "floats", 2000, True)
+        yield from tiles(chip, half, 1, 4096, 4096, 128, torch.float16)
+        yield from tiles(chip, "fp16", 16, 28672, 4096, 128, torch.float16)
+        yield from tiles(chip, half, 60, 28672, 576, 64, torch.bfloat16)
+        yield from tiles(chip, half, 500, 4096, 14336, 32, torch.float16)
+        yield from tiles(chip, half, 2000, 4096, 4096, 128, torch.float16)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)

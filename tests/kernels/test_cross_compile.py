@@ -49,6 +49,7 @@ def test_all_variants_on_all_chips() -> None:
         needed = {"decode", "combine", "gather", "write_kv", "gemv", "dequantize", "sum_splits"}
         needed |= {"scaled_activation", "fp8_gemv", "fp8_dequantize", "experts_gemv", "int8_pair", "int8_rows"}
         needed |= {"prefill", "gemm", "fp8_gemm", "experts_dot"} if sm >= 80 else set()
+        needed |= {"tiled_few", "tiled_many", "tiled_dequantize"} if sm >= 80 else set()
         needed |= {"fp8_pair", "quantize_rows"} if sm >= 89 else set()
         assert needed <= kinds, (sm, needed - kinds)
 

@@ -13,6 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PLAIN = tl.constexpr(0)
+PACKED = tl.constexpr(1)
+HARDWARE = tl.constexpr(2)
+"""How `*_pairs` work: plain operations (Triton's interpreter), integer operations on two codes in one register (any
+GPU), or conversion instructions (sm_89 and up)."""
+
 
 @triton.jit
 def _encode_bits(x, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
@@ -102,3 +108,55 @@ def e4m3_dot(a, w, NATIVE: tl.constexpr):
         return tl.dot(a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
     else:
         return tl.dot(e4m3_decode(a, False), e4m3_decode(w, False))
+
+
+@triton.jit
+def _asm_pairs(w, ASM: tl.constexpr):
+    """One asm block for two 16-bit elements in a register -> two float16 in a register."""
+    return tl.inline_asm_elementwise(ASM, "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+
+
+def _e4m3_by_hardware(select: int) -> tl.constexpr:
+    """The bytes that `select` picks from two 16-bit elements, as two float16."""
+    return tl.constexpr(
+        "{ .reg .b32 t; .reg .b16 a, b; "
+        f"prmt.b32 t, $1, 0, {select:#x}; mov.b32 {{a, b}}, t; cvt.rn.f16x2.e4m3x2 $0, a; }}"
+    )
+
+
+def _e4m3_by_integers(shift: int) -> tl.constexpr:
+    """The low bytes of two 16-bit elements that were shifted right by `shift`. The 7 bits below a sign are a float16
+    with its exponent 8 too small; adding 1 to them carries into bit 7 for NaN alone, where that completes the
+    exponent."""
+    return tl.constexpr(
+        "{ .reg .b32 w, t, u, c; "
+        f"shr.b32 w, $1, {shift}; and.b32 t, w, 0x007f007f; add.u32 u, t, 0x00010001; "
+        "lop3.b32 t, u, 0x00800080, t, 0xEA; shl.b32 t, t, 7; shl.b32 w, w, 8; lop3.b32 t, w, 0x80008000, t, 0xEA; "
+        "mov.b32 c, 0x5c005c00; mul.f16x2 $0, t, c; }"
+    )
+
+
+E4M3_HARDWARE_LOW, E4M3_HARDWARE_HIGH = _e4m3_by_hardware(0x4420), _e4m3_by_hardware(0x4431)
+E4M3_INTEGER_LOW, E4M3_INTEGER_HIGH = _e4m3_by_integers(0), _e4m3_by_integers(8)
+E5M2_LOW = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 8; and.b32 $0, t, 0xff00ff00; }")
+E5M2_HIGH = tl.constexpr("and.b32 $0, $1, 0xff00ff00;")
+
+
+@triton.jit
+def e4m3_pairs(w, MODE: tl.constexpr):
+    """16-bit elements of two e4m3 codes each -> the values of the low bytes and of the high ones, float16, exact."""
+    if MODE == HARDWARE:
+        return _asm_pairs(w, E4M3_HARDWARE_LOW), _asm_pairs(w, E4M3_HARDWARE_HIGH)
+    elif MODE == PACKED:
+        return _asm_pairs(w, E4M3_INTEGER_LOW), _asm_pairs(w, E4M3_INTEGER_HIGH)
+    else:
+        return e4m3_decode((w & 0xFF).to(tl.uint8), False), e4m3_decode(((w >> 8) & 0xFF).to(tl.uint8), False)
+
+
+@triton.jit
+def e5m2_pairs(w, MODE: tl.constexpr):
+    """As `e4m3_pairs`, for e5m2."""
+    if MODE == PLAIN:
+        return e5m2_decode((w & 0xFF).to(tl.uint8), False), e5m2_decode(((w >> 8) & 0xFF).to(tl.uint8), False)
+    else:
+        return _asm_pairs(w, E5M2_LOW), _asm_pairs(w, E5M2_HIGH)

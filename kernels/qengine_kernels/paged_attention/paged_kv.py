@@ -9,13 +9,13 @@ import torch
 from qengine_kernels.kv_side import CacheSide
 from qengine_kernels.kv_write import write_kv
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
-from qengine_kernels.paged_attention.config import AttentionTile, attention_tile, decode_splits
+from qengine_kernels.paged_attention.config import MAX_SPLITS, AttentionTile, attention_tile, decode_splits
 from qengine_kernels.paged_attention.gathered import dense_attention
 from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
 
 PrefillRoute = Literal["template", "gather"]
-COMBINE_SPLITS = 8
-"""Splits that one step of the joining kernel takes."""
+COMBINE_SPLITS = (8, MAX_SPLITS)
+"""Splits that the joining kernel takes: few variants, all of which a start compiles."""
 
 
 class TritonPagedKV:
@@ -55,6 +55,9 @@ class TritonPagedKV:
         self.chip = Chip.of(storage.device) if chip is None else chip
         self.splits = splits
         self.prefill: PrefillRoute = prefill or ("template" if self.chip.tensor_cores else "gather")
+        self.read_k, self.read_v, self.pairs = self._readers(spec.head_dim)
+        # what `pairs` functions know as plain, packed and hardware
+        self.mode = native if not self.pairs else 0 if storage.device.type == "cpu" else 2 if native else 1
         sizes = (layout.k.dtype.itemsize, layout.v.dtype.itemsize), compute_dtype.itemsize
         self.decode_tile = attention_tile(self.chip, spec.group, spec.head_dim, *sizes, decode=True)
         if self.prefill == "template":
@@ -63,6 +66,15 @@ class TritonPagedKV:
         conversion = "" if plain else (" native casts," if native else " integer casts,")
         how = "Triton" if self.prefill == "template" else "gather + torch SDPA (no tensor cores in Triton on this chip)"
         self.kernel = f"Triton paged decode (split KV),{conversion} prefill by {how}"
+
+    def _readers(self, head_dim: int) -> tuple[CacheSide, CacheSide, bool]:
+        """The sides as the attention kernel reads them, and whether that is by pairs: products in float16, which is a
+        gain where computing is in 16 bits on tensor cores."""
+        k, v = self.k.paired(), self.v.paired()
+        wanted = self.chip.tensor_cores and self.compute_dtype != torch.float32 and head_dim % 2 == 0
+        if k is None or v is None or not wanted:
+            return self.k, self.v, False
+        return k, v, True
 
     def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
         """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
@@ -113,7 +125,7 @@ class TritonPagedKV:
             HEADS=spec.num_heads,
             HEAD_DIM=spec.head_dim,
             BLOCK_D=tile.block_d,
-            BLOCK_SPLITS=COMBINE_SPLITS,
+            BLOCK_SPLITS=next(block for block in COMBINE_SPLITS if splits <= block),
             num_warps=4,
         )
 
@@ -135,8 +147,8 @@ class TritonPagedKV:
         head_tiles = spec.num_kv_heads * ceil_div(spec.group, tile.heads)
         paged_attention_kernel[(tiles * splits, head_tiles, sequences)](
             q,
-            self.k.cache,
-            self.v.cache,
+            self.read_k.cache,
+            self.read_v.cache,
             out,
             *parts,
             table,
@@ -151,8 +163,8 @@ class TritonPagedKV:
             table.stride(0),
             q.stride(0),
             q.stride(1),
-            *self.k.strides,
-            *self.v.strides,
+            *self.read_k.strides,
+            *self.read_v.strides,
             HEADS=spec.num_heads,
             GROUP=spec.group,
             TILE_HEADS=tile.heads,
@@ -161,13 +173,16 @@ class TritonPagedKV:
             WINDOW=spec.sliding_window or 0,
             SOFT_CAP=spec.soft_cap is not None,
             SPLIT=partial is not None,
-            K_READ=self.k.read,
-            K_ROWS=self.k.rows,
-            K_ALIGN=self.k.alignment,
-            V_READ=self.v.read,
-            V_ROWS=self.v.rows,
-            V_ALIGN=self.v.alignment,
-            NATIVE=self.native,
+            K_READ=self.read_k.read,
+            K_ROWS=self.read_k.rows,
+            K_ALIGN=self.read_k.alignment,
+            V_READ=self.read_v.read,
+            V_ROWS=self.read_v.rows,
+            V_ALIGN=self.read_v.alignment,
+            NATIVE=self.mode,
+            PAIRS=self.pairs,
+            CAUSAL=tile is not self.decode_tile,
+            WHOLE=tile is not self.decode_tile and spec.sliding_window is None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=tile.block_d,

@@ -10,13 +10,15 @@ from qengine_kernels.launch import Chip, ceil_div
 from qengine_kernels.wna16_gemm.config import SCRATCH_BYTES, GemmPlan, Route, grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
 from qengine_kernels.wna16_gemm.layout import PackedWeight
+from qengine_kernels.wna16_gemm.tiled_launcher import launch_tiled
+from qengine_kernels.wna16_gemm.tiles import TiledWeight
 
 SUM_BLOCK = 1024
 
 
 def launch_wna16(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | TiledWeight,
     bias: torch.Tensor | None,
     unpack: Any,
     chip: Chip | None = None,
@@ -31,6 +33,8 @@ def launch_wna16(
     if x.stride(1) != 1:
         x = x.contiguous()
     chip = Chip.of(x.device) if chip is None else chip
+    if isinstance(weight, TiledWeight):
+        return launch_tiled(x, weight, bias, chip, route)
     plan = plan_gemm(chip, m, weight.out_features, k, x.element_size(), route, weight.slots)
     if plan.route == "dequantize":
         return _dequantize_then_multiply(x, weight, bias, unpack, plan)

@@ -60,6 +60,11 @@ class PackedWeight:
     def slice_rows(self) -> int:
         return slice_rows(self.in_features, self.bits)
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What is kept on the device, by name."""
+        named = {"words": self.words, "scales": self.scales, "zeros": self.zeros}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
 
 def slice_rows(in_features: int, bits: int = 4) -> int:
     """P for a weight of K rows: the largest of 16, 8, 4, 2, 1 whose tiles of S * P rows fill K exactly (1 where K is

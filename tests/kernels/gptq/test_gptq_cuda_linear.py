@@ -77,7 +77,7 @@ def test_without_the_order_act_order_fails(device: torch.device) -> None:
 
 def test_gptq_buffers_and_kernel_text(device: torch.device) -> None:
     op, _ = build(128, [64], Style(3, 32, symmetric=False, stored="gptq_v2", shuffle=1), None, torch.float16, device)
-    assert list(op.buffers()) == ["words", "scales", "zeros", "order"]
+    assert list(op.buffers()) == ["words", "meta", "order"]
     assert "W4A16 (3-bit codes held in 4 bits)" in op.kernel and "sorted by group" in op.kernel
     op, _ = build(128, [64], Style(8, 32, scale_dtype=torch.float32), None, torch.float16, device)
     assert list(op.buffers()) == ["words", "scales"] and op.buffers()["scales"].dtype is torch.float16

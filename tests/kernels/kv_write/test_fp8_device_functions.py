@@ -10,7 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
+from qengine_kernels.fp8.device import (
+    e4m3_decode,
+    e4m3_encode,
+    e4m3_pairs,
+    e5m2_decode,
+    e5m2_encode,
+    e5m2_pairs,
+)
 from qengine_kernels.testing import readable_id
 
 INF, NAN = math.inf, math.nan
@@ -20,6 +27,7 @@ NATIVE = pytest.mark.parametrize(
 )
 FORMATS = pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 FUNCTIONS = {"e4m3": (e4m3_encode, e4m3_decode), "e5m2": (e5m2_encode, e5m2_decode)}
+PAIRS = {"e4m3": e4m3_pairs, "e5m2": e5m2_pairs}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -77,6 +85,28 @@ def hard_inputs(name: str) -> torch.Tensor:
     special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, INF, NAN, 464.0, 465.0, 1000.0, 61440.0, 65504.0])
     positive = torch.cat([values, middle, *around, special])
     return torch.cat([positive, -positive, spread])
+
+
+@triton.jit
+def _apply_pairs(p_x, p_low, p_high, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, MODE: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_low, b_high = FUNCTION(tl.load(p_x + o), MODE)
+    tl.store(p_low + o, b_low)
+    tl.store(p_high + o, b_high)
+
+
+@pytest.mark.parametrize(
+    "mode", [0, pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu)]
+)
+@FORMATS
+def test_decodes_all_pairs(name: str, mode: int, device: torch.device) -> None:
+    """All 65536 pairs of codes, NaN and infinity among them: low bytes and high bytes, exact in float16."""
+    words = torch.arange(65536, dtype=torch.int32).to(torch.int16).to(device)
+    low, high = (torch.full((65536,), 7.0, dtype=torch.float16, device=device) for _ in range(2))
+    _apply_pairs[(16,)](words, low, high, BLOCK=4096, FUNCTION=PAIRS[name], MODE=mode)
+    values = table(name).half()
+    assert torch.equal(low.cpu().view(256, 256).nan_to_num(999), values.nan_to_num(999).expand(256, 256))
+    assert torch.equal(high.cpu().view(256, 256).nan_to_num(999), values.nan_to_num(999)[:, None].expand(256, 256))
 
 
 @NATIVE

@@ -8,14 +8,14 @@ import torch
 from paged_cases import PagedCase, empty_storage, paged_case
 from qengine.plugin import AttentionSpec, KVFunctions, KVLayout, SideLayout
 from qengine_dense.kernels import identity_decode, identity_encode
-from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e5m2_decode, e5m2_encode
+from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e4m3_pairs, e5m2_decode, e5m2_encode, e5m2_pairs
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
 
 DENSE = KVFunctions(identity_encode, identity_decode)
-E4M3 = KVFunctions(e4m3_encode, e4m3_decode)
-E5M2 = KVFunctions(e5m2_encode, e5m2_decode)
+E4M3 = KVFunctions(e4m3_encode, e4m3_decode, e4m3_pairs)
+E5M2 = KVFunctions(e5m2_encode, e5m2_decode, e5m2_pairs)
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

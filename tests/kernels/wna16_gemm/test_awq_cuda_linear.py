@@ -9,8 +9,9 @@ from awq_files import write_linear
 from qengine.plugin import DeviceInfo, LinearSpec
 from qengine_awq.kernels import AwqCudaLinear
 from qengine_awq.layouts import LAYOUTS
+from qengine_kernels.launch import Chip
 from qengine_kernels.testing import KernelMismatch, assert_close, readable_id
-from qengine_kernels.wna16_gemm import packed_bytes
+from qengine_kernels.wna16_gemm import held_bytes, packed_bytes
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -89,6 +90,9 @@ def test_buffers_are_named_and_counted(zeros: bool, device: torch.device) -> Non
     op, _, _ = build(200, 64, 32, zeros, torch.float16, device, AWQ_ORDER)
     assert list(op.buffers()) == ["words", "scales", *(["zeros"] if zeros else []), "bias"]
     assert op.nbytes == packed_bytes(200, 64, 32, zeros) + 64 * 2
+    op, _, _ = build(256, 64, 32, zeros, torch.float16, device, AWQ_ORDER)
+    assert list(op.buffers()) == ["words", "meta", "bias"]
+    assert op.nbytes == held_bytes(256, 64, 32, zeros, torch.float16, Chip.of(device)) + 64 * 2
 
 
 def test_chip_and_shapes(device: torch.device) -> None:

@@ -151,8 +151,11 @@ def test_memory_and_capabilities() -> None:
         assert full.capability(INFO, torch.float32).kind == "emulated"
         assert full.capability(INFO, torch.bfloat16).kind == ("emulated" if bits == 8 else "native")
         assert compact.capability(INFO, torch.bfloat16).kind == "native"
-        on_gpu = full.resident_bytes(spec, hopper, torch.bfloat16)
-        assert on_gpu == 512 * 512 * bits // 8 + 16 * 512 * 2
+        # scales of 2 bytes; in tiles, which tensor cores take, 4 with the zero
+        codes, groups = 512 * 512 * bits // 8, 16 * 512
+        assert full.resident_bytes(spec, turing, torch.float16) == codes + groups * 2
+        assert full.resident_bytes(spec, hopper, torch.bfloat16) == codes + groups * (4 if bits == 4 else 2)
+        assert full.of_experts().resident_bytes(spec, hopper, torch.bfloat16) == codes + groups * 2
     three = scheme_of(Style(3, 32))
-    assert three.resident_bytes(spec, hopper, torch.bfloat16) == 512 * 512 // 2 + 16 * 512 * 2
+    assert three.resident_bytes(spec, hopper, torch.bfloat16) == 512 * 512 // 2 + 16 * 512 * 4
     assert "held in 4 bits" in three.capability(hopper, torch.bfloat16).reason

@@ -1,0 +1,127 @@
+"""Which kernel runs a linear over tiled codes at M rows, and how: pure functions of shapes and chip.
+
+The tables are measurements: NVIDIA H200, triton 3.6, K 4096 and 14336, N 4096 to 28672
+(`benchmarks/kernels/linear.py`). Other chips take the same entries as far as their shared memory goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qengine_kernels.launch import Chip, ceil_div
+from qengine_kernels.wna16_gemm.config import SCRATCH_BYTES, Route
+from qengine_kernels.wna16_gemm.tiles import OUTPUTS
+
+Kind = Literal["few", "many", "dequantize"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tiles for up to `most` rows of x. `columns` is the most that a step takes of a tile's P; `fill` how many programs
+    a multiprocessor should get where K is split for want of output tiles."""
+
+    most: int
+    kind: Kind
+    columns: int
+    rows: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    fill: int = 3
+
+
+WIDE = (
+    Entry(8, "few", 64, 2, 8, 4, 3),
+    Entry(16, "few", 64, 2, 16, 4, 3),
+    Entry(32, "many", 32, 2, 32, 4, 3),
+    Entry(64, "many", 32, 2, 64, 4, 3),
+    Entry(128, "many", 16, 2, 128, 8, 4),
+    Entry(512, "many", 16, 2, 256, 8, 4),
+)
+"""Where there are output tiles for every multiprocessor."""
+
+NARROW = (
+    Entry(8, "few", 64, 2, 8, 4, 3),
+    Entry(16, "many", 32, 2, 16, 4, 3),
+    Entry(32, "many", 32, 1, 32, 4, 4),
+    Entry(256, "many", 32, 1, 64, 4, 3),
+    Entry(512, "many", 16, 2, 256, 8, 4, 1),
+)
+"""Elsewhere: smaller tiles, and K split among programs."""
+
+DEEP = (*NARROW[:3], Entry(64, "many", 32, 1, 64, 4, 3), Entry(128, "many", 16, 2, 128, 8, 4, 1), NARROW[4])
+"""The same where K is large beside N."""
+
+MOST_SPLITS = 8
+LEAST_INPUTS = 512
+"""Of a split: fewer are not worth the joining."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """One launch: output tiles of 64 * rows outputs and block_m rows of x, each shared by `splits` programs that take
+    `share` steps of 4 * columns inputs."""
+
+    kind: Kind
+    columns: int
+    rows: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    tiles: int
+    splits: int
+    share: int
+
+    @property
+    def parts(self) -> int:
+        """Elements of the splits' float32 results."""
+        return self.tiles * self.splits * OUTPUTS * self.rows * self.block_m
+
+
+def plan_tiles(chip: Chip, m: int, n: int, in_features: int, slice_rows: int, route: Route | None = None) -> TilePlan:
+    """The launch for x [m, in_features]; `route` as for `wna16_matmul`."""
+    wide = n // (2 * OUTPUTS) >= chip.multiprocessors
+    table = WIDE if wide else DEEP if in_features >= 2 * n else NARROW
+    if route == "dequantize" or (route is None and m > table[-1].most):
+        return TilePlan("dequantize", 0, 0, 0, 0, 0, 0, 1, 0)
+    entry = next((e for e in table if m <= e.most), table[-1])
+    rows = entry.rows if n % (OUTPUTS * entry.rows) == 0 else 1
+    entry = fit(chip, replace(entry, rows=rows, columns=min(entry.columns, slice_rows)))
+    tiles = n // (OUTPUTS * entry.rows) * ceil_div(m, entry.block_m)
+    steps = in_features // (4 * entry.columns)
+    want = entry.fill * chip.multiprocessors // tiles
+    want = max(1, min(want, MOST_SPLITS, in_features // LEAST_INPUTS))
+    share = ceil_div(steps, want)
+    return TilePlan(
+        entry.kind, entry.columns, entry.rows, entry.block_m, entry.num_warps, entry.num_stages,
+        tiles, ceil_div(steps, share), share,
+    )  # fmt: skip
+
+
+def fit(chip: Chip, entry: Entry) -> Entry:
+    """The entry with what is too large for the chip made smaller. Tiles wider than 128 rows pay with the matrix units
+    of sm_90, which take an operand from registers and another one from shared memory."""
+    if chip.sm != 90 and entry.block_m > 128:
+        entry = replace(entry, block_m=128)
+    while shared_bytes(entry) > chip.shared_memory:
+        if entry.num_stages > 2:
+            entry = replace(entry, num_stages=entry.num_stages - 1)
+        elif entry.columns > 16:
+            entry = replace(entry, columns=entry.columns // 2)
+        else:
+            entry = replace(entry, block_m=entry.block_m // 2)
+    return entry
+
+
+def shared_bytes(entry: Entry) -> int:
+    """An upper estimate of the kernel's shared memory: staged words, scales and x, or the result on its way out."""
+    outputs = OUTPUTS * entry.rows
+    step = 2 * entry.columns * outputs + 8 * entry.columns * entry.block_m + 32 * outputs
+    return max(entry.num_stages * step, 4 * outputs * entry.block_m) + 1024
+
+
+def chunk_of(out_features: int, in_features: int, itemsize: int) -> int:
+    """Outputs that are dequantised at a time for a library GEMM."""
+    most = max(SCRATCH_BYTES // (in_features * itemsize) // OUTPUTS, 1) * OUTPUTS
+    return min(out_features, most)
