@@ -58,7 +58,8 @@ def _kv_lines(kv: Facts) -> list[str]:
     ]
     if kept := kv.get("kept_16_bit"):
         limit = kv["most_damage"]
-        out.append(f"{len(kept)} layers keep a 16-bit KV cache, as their error is above {limit}: {_named(kept)}")
+        much = "WARNING: all" if len(kept) == len(layers) else str(len(kept))
+        out.append(f"{much} layers keep a 16-bit KV cache, as their error is above {limit}: {_named(kept)}")
     silent = [f"{n} {k}" for n, f in layers.items() for k in "kv" if f[k]["only_zeros"]]
     if silent:
         out.append(f"only zeros came by, scale 1.0 is written: {_named(silent)}")

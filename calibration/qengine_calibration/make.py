@@ -178,22 +178,15 @@ def kv_tensors(work: WorkFolder) -> dict[str, torch.Tensor]:
 
 
 def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
-    """`kv_dtype` is one name, or one for each layer where some keep 16 bits. Raises ConfigError when all would."""
+    """`kv_dtype` is one name, or one for each layer where some keep 16 bits."""
     kv = options.kv
     assert isinstance(kv, KVOptions)
     layers, name = kv_facts(run.work), kv.plugin.name
     kept = [layer for layer, f in layers.items() if f["attention_output_error"] > kv.most_damage]
-    if len(kept) == len(layers):
-        least = min(f["attention_output_error"] for f in layers.values())
-        raise ConfigError(
-            f"a {name} KV cache damages every layer of this model too much",
-            have=f"relative errors of the attention outputs from {least:.3f} on", need=f"at most {kv.most_damage}",
-            hint="a 16-bit KV cache (--kv-dtype auto) or a greater --max-kv-damage",
-        )  # fmt: skip
     by_layer = {layer: SIXTEEN_BIT if layer in kept else name for layer in layers}
     return {
-        "kv_dtype": by_layer if kept else name, "method": kv.method, "granularity": kv.granularity,
-        "most_damage": kv.most_damage, "kept_16_bit": kept, "text": texts.facts(), "layers": layers,
+        "kv_dtype": by_layer if kept else name, "measured_for": name, "method": kv.method,
+        "granularity": kv.granularity, "most_damage": kv.most_damage, "kept_16_bit": kept, "text": texts.facts(), "layers": layers,
     }  # fmt: skip
 
 

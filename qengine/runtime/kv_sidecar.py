@@ -54,12 +54,14 @@ class KVSidecar:
 
     @property
     def kv_dtypes(self) -> list[str]:
-        """Every KV dtype in it."""
+        """Every KV dtype in it, first the one that it was measured for, which it may have for no layer."""
         said = self.facts.get("kv_dtype")
-        return list(dict.fromkeys(said.values())) if isinstance(said, Mapping) else [str(said)]
+        named = list(said.values()) if isinstance(said, Mapping) else [str(said)]
+        first = self.facts.get("measured_for")
+        return list(dict.fromkeys(named if first is None else [str(first), *named]))
 
     def exception(self, layer: str, kv_dtype: str) -> str | None:
-        """The other KV dtype that the file names for a layer, where it is about `kv_dtype` in others."""
+        """The other KV dtype that the file names for a layer, where it is about `kv_dtype`."""
         own = self.dtype_of(layer)
         return own if own != kv_dtype and kv_dtype in self.kv_dtypes else None
 
