@@ -186,7 +186,8 @@ def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[st
     by_layer = {layer: SIXTEEN_BIT if layer in kept else name for layer in layers}
     return {
         "kv_dtype": by_layer if kept else name, "measured_for": name, "method": kv.method,
-        "granularity": kv.granularity, "most_damage": kv.most_damage, "kept_16_bit": kept, "text": texts.facts(), "layers": layers,
+        "granularity": kv.granularity, "most_damage": kv.most_damage, "kept_16_bit": kept,
+        "text": texts.facts(), "layers": layers,
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from qengine.plugin import CalibratedQuantizer, InputStats, LinearSpec
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.checkpoint import Checkpoint
 from qengine_calibration import fold, run
+from qengine_calibration.kv_scales import KVOptions
+from qengine_calibration.layer import LayerQuantizer
 from qengine_calibration.make import make_copy, weights_option, work_folder
 from qengine_calibration.quantize import quantize_checkpoint
 from qengine_calibration.run import RunOptions, Weights
 from qengine_calibration.stream import LayerStream
 from qengine_calibration.texts import Texts
 from qengine_dense.backend import DenseQuant
+from qengine_kv_fp8.backend import Fp8E4M3KV
 from torch_kv import PagedRun
 from toy_models import VOCAB, make_tiny
 from toy_moe import make_moe
@@ -141,29 +145,40 @@ def test_the_reported_output_error_is_the_real_one(tmp_path: Path) -> None:
     assert facts["linears"][name]["output_error"] == pytest.approx(real, rel=1e-3)
 
 
-def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_killed_run_goes_on_and_gives_the_same_bytes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle of layer 1, when its first pass has been run; weights and KV scales in one pass."""
     source = outlier_tiny(tmp_path / "source", "float16")
-    weights = weights_option("awq", group_size=64)
-    make_copy(source, tmp_path / "whole", texts(), RunOptions(weights, device="cpu"))
-    real = run.CalibrationRun._layer
+    weights, kv = weights_option(method, group_size=64), KVOptions(Fp8E4M3KV)
+    options = RunOptions(weights, kv, device="cpu")
+    make_copy(source, tmp_path / "whole", texts(), options)
+    layer, quantize = run.CalibrationRun._layer, LayerQuantizer.run
     ran: list[int] = []
 
-    def cut(self: run.CalibrationRun, index: int) -> Any:
+    def counted(self: run.CalibrationRun, index: int) -> Any:
         ran.append(index)
+        return layer(self, index)
+
+    def cut(self: LayerQuantizer, *args: Any, **settings: Any) -> Any:
         if ran == [0, 1]:
             raise KeyboardInterrupt
-        return real(self, index)
+        return quantize(self, *args, **settings)
 
-    monkeypatch.setattr(run.CalibrationRun, "_layer", cut)
+    monkeypatch.setattr(run.CalibrationRun, "_layer", counted)
+    monkeypatch.setattr(LayerQuantizer, "run", cut)
     target = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
-        make_copy(source, target, texts(), RunOptions(weights, device="cpu"))
+        make_copy(source, target, texts(), options)
     assert not target.exists() and work_folder(target).is_dir()
     said: list[str] = []
-    make_copy(source, target, texts(), RunOptions(weights, device="cpu", resume=True), say=said.append)
+    make_copy(source, target, texts(), replace(options, resume=True), say=said.append)
     assert ran == [0, 1, 1] and any("going on behind layer 1" in line for line in said)
-    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("whole", "cut"))
-    assert one == two and not work_folder(target).exists()
+    for name in ("model.safetensors", "kv_scales.safetensors"):
+        one, two = ((tmp_path / n / name).read_bytes() for n in ("whole", "cut"))
+        assert one == two
+    assert not work_folder(target).exists()
 
 
 def test_other_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
