@@ -38,7 +38,8 @@ def checkpoint(subject: WeightSubject) -> None:
         meaning = write_quantised(folder, subject.reader(quantizer.config([])), quantizer)
         for place in subject.places:
             dtype, limit = place.limits[0]
-            _load(subject, folder, place, dtype, limit, meaning)
+            if subject.stored[0].runs_at(place, dtype):
+                _load(subject, folder, place, dtype, limit, meaning)
 
 
 def accepts_all(quantizer: Quantizer) -> bool:
