@@ -39,6 +39,7 @@ from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
 from qengine_kernels.w8a8_gemm.config import plan_pair
+from qengine_kernels.w8a8_gemm.few_rows import BLOCK_N, few_rows_kernel, plan_few
 from qengine_kernels.w8a8_gemm.kernel import pair_gemm_kernel
 from qengine_kernels.w8a16_gemm.config import plan_bytes
 from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
@@ -140,6 +141,14 @@ def fp8_native(chip: Chip, dtype: str, m: int, k: int, block: int) -> Iterator[V
     types["p_out"] = "fp32" if plan.splits > 1 else dtype
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     yield Variant(f"fp8_pair m{m} k{k} block {block} {dtype}", pair_gemm_kernel, types, constants, options)
+    if block == k:
+        few = plan_few(chip, m, 4096, k)
+        constants = {"DOT": e4m3_dot, "NATIVE": True, "HAS_BIAS": True, "SPLIT": few.splits > 1, "BLOCK_N": BLOCK_N}
+        constants |= {"BLOCK_M": few.block_m, "BLOCK_K": few.block_k, "STAGES": few.num_stages}
+        types |= {"p_parts": "fp32", "p_tickets": "i32", "p_out": dtype}
+        yield Variant(
+            f"fp8_few m{m} k{k} {dtype}", few_rows_kernel, types, constants, {"num_stages": few.num_stages}
+        )
     width = min(block, k)
     for static in (False, True):
         rounding, options = split_options(quantize_rows_config(width))
@@ -237,7 +246,7 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from experts(chip, half, "floats", 1, True)
     yield from experts(chip, half, "bytes", 4, False)
     if native:
-        for m, k, block in ((1, 4096, 128), (64, 576, 576), (1000, 4096, 128)):
+        for m, k, block in ((1, 4096, 128), (64, 640, 640), (1000, 4096, 128)):
             yield from fp8_native(chip, half, m, k, block)
     if chip.tensor_cores:
         yield from fp8_weight_only(chip, half, 64, 4096, 128)

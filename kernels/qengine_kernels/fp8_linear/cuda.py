@@ -13,6 +13,7 @@ from qengine_kernels.fp8_linear.weight import E4M3, LARGEST, NATIVE_SM, native_r
 from qengine_kernels.launch import Chip
 from qengine_kernels.quantize_rows import quantize_rows
 from qengine_kernels.w8a8_gemm import w8a8_matmul
+from qengine_kernels.w8a8_gemm.few_rows import takes_few_rows
 from qengine_kernels.w8a16_gemm import ByteWeight, w8a16_matmul
 
 LIBRARY_MULTIPLE = 16
@@ -81,7 +82,8 @@ class Fp8CudaLinear:
         self.library = library and all(fits_library(segment.weight) for segment in self.segments)
         how = "per token and block" if weight.blocked else "per token"
         how = "with the checkpoint's scale" if input_scales else how
-        self.kernel = f"{'cuBLAS' if self.library else 'Triton'} FP8 GEMM, activations rounded {how}"
+        library = "Triton FP8 GEMM for few rows, cuBLAS above" if self.library else "Triton FP8 GEMM"
+        self.kernel = f"{library}, activations rounded {how}"
 
     def _cut(self, input_scales: Sequence[tuple[int, torch.Tensor]] | None) -> list[Segment]:
         if input_scales is None:
@@ -107,16 +109,18 @@ class Fp8CudaLinear:
         """x [M, K] -> [M, N]."""
         if not self.native:
             return w8a16_matmul(x, self.weight, self.bias, e4m3_decode_finite, self.chip)
-        parts = [self._multiply(x, segment) for segment in self.segments]
+        parts = [self.multiply(*self.round_rows(x, segment), segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _multiply(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def round_rows(self, x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] -> codes uint8 [M, K] and scales float32 [M, G], as `multiply` takes them."""
+        block = segment.weight.block_k if segment.weight.blocked else None
+        return quantize_rows(x, e4m3_encode, LARGEST, block=block, scale=segment.input_scale, native=self.units)
+
+    def multiply(self, codes: torch.Tensor, scales: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Rounded rows -> this segment's outputs [M, N]."""
         weight = segment.weight
-        block = weight.block_k if weight.blocked else None
-        codes, scales = quantize_rows(
-            x, e4m3_encode, LARGEST, block=block, scale=segment.input_scale, native=self.units
-        )
-        if self.library and len(x):
+        if self.library and len(codes) and not takes_few_rows(self.chip, len(codes), weight):
             return torch._scaled_mm(
                 codes.view(E4M3), weight.codes.view(E4M3).t(), scale_a=scales, scale_b=weight.scales.t(),
                 bias=segment.bias, out_dtype=self.dtype, use_fast_accum=True,

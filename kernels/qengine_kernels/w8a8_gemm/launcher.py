@@ -8,6 +8,7 @@ import torch
 
 from qengine_kernels.launch import Chip, ceil_div
 from qengine_kernels.w8a8_gemm.config import plan_pair
+from qengine_kernels.w8a8_gemm.few_rows import few_rows_matmul, takes_few_rows
 from qengine_kernels.w8a8_gemm.kernel import pair_gemm_kernel
 from qengine_kernels.w8a16_gemm.layout import ByteWeight
 from qengine_kernels.wna16_gemm.kernel import sum_splits_kernel
@@ -34,10 +35,12 @@ def launch_w8a8(
             f"codes {tuple(codes.shape)} with scales {tuple(scales.shape)} do not fit a weight "
             f"[{n}, {weight.in_features}] with {columns} scales a row"
         )
+    chip = Chip.of(codes.device) if chip is None else chip
+    if takes_few_rows(chip, m, weight) and scales.shape[1] == 1:
+        return few_rows_matmul(codes, scales, weight, bias, dtype, dot, native, chip)
     out = torch.empty((m, n), dtype=dtype, device=codes.device)
     if m == 0:
         return out
-    chip = Chip.of(codes.device) if chip is None else chip
     plan = plan_pair(chip, m, n, k, weight.block_k, native)
     split = plan.splits > 1
     target = torch.empty((plan.splits, m, n), dtype=torch.float32, device=codes.device) if split else out

@@ -8,9 +8,11 @@ import torch
 from fp8_files import TABLE, encode_e4m3
 from qengine_kernels.fp8.device import e4m3_dot
 from qengine_kernels.launch import Chip
+from qengine_kernels.split_k import tickets
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
 from qengine_kernels.w8a8_gemm import w8a8_matmul
 from qengine_kernels.w8a8_gemm.config import plan_pair, shared_bytes
+from qengine_kernels.w8a8_gemm.few_rows import plan_few, takes_few_rows
 from qengine_kernels.w8a8_gemm.reference import w8a8_reference
 from qengine_kernels.w8a16_gemm import ByteWeight, block_scales, row_scales
 
@@ -23,7 +25,7 @@ UNITS = 2e-3
 """Matrix units for 8-bit floats keep about 14 bits of their sums."""
 
 # K, outputs of each stacked module, block
-SHAPES = [(256, (64, 32), None), (96, (9,), None), (320, (192, 64), 128), (200, (40, 24), 64)]
+SHAPES = [(256, (64, 32), None), (384, (64, 64), None), (96, (9,), None), (320, (192, 64), 128), (200, (40, 24), 64)]
 
 
 def case(
@@ -77,6 +79,27 @@ def test_sums_do_not_depend_on_how_k_is_shared(device: torch.device) -> None:
         with poisoned_empty():
             got = w8a8_matmul(codes, scales, weight, bias, torch.float32, e4m3_dot, native=False, chip=chip)
         assert_close("splits", got, want, 1e-5)
+
+
+def test_few_rows_of_many_outputs(device: torch.device) -> None:
+    """Where the chip has more multiprocessors than there are tiles, K is split; bounds of rows by shape; tickets are 0
+    again after; another scale is told apart."""
+    codes, scales, weight = case(4096, (64,), None, 3, device)
+    scales = scales.contiguous()
+    few, many = Chip(0, 64 * 1024, 1), Chip(0, 64 * 1024, 64)
+    assert (plan_few(few, 3, 64, 4096).splits, plan_few(many, 3, 64, 4096).splits) == (3, 4)
+    want = w8a8_reference(codes, scales, weight, TABLE)
+    for chip in (few, many):
+        assert takes_few_rows(chip, 3, weight) and not takes_few_rows(chip, 129, weight)
+        with poisoned_empty():
+            got = w8a8_matmul(codes, scales, weight, None, torch.float32, e4m3_dot, native=False, chip=chip)
+        assert_close("few", got, want, 1e-5)
+    assert not tickets(device).any()
+    assert not takes_few_rows(Chip.known(75), 3, weight)
+    with pytest.raises(KernelMismatch):
+        shifted = ByteWeight(weight.codes, weight.scales * 1.5, None, 4096)
+        got = w8a8_matmul(codes, scales, shifted, None, torch.float32, e4m3_dot, native=False)
+        assert_close("scale", got, want, 1e-2)
 
 
 def test_wrong_scales_are_told_apart(device: torch.device) -> None:

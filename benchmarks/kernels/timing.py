@@ -1,0 +1,67 @@
+"""How the kernel benchmarks measure: device events around the replay of one CUDA graph."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COLD_BYTES = 250_000_000
+"""What one graph reads at least, several times any L2 cache, so that no call finds its data there."""
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
+    """Microseconds of one call: the median over replays of a graph of all calls, over their number."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def copies(nbytes: int, least: int = 2) -> int:
+    """How many sets of data of `nbytes` each are cold."""
+    return max(least, -(-COLD_BYTES // nbytes))
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error, infinite where anything is not a number."""
+    value = ((got.float() - want.float()).norm() / want.float().norm()).item()
+    return value if value == value else float("inf")
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--json", type=Path, help="write every figure there")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    return args
+
+
+def header() -> str:
+    import triton
+
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def write(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"device": header(), "rows": rows}, indent=1))
