@@ -1,10 +1,10 @@
 """What a plugin author imports: the contracts for weight formats, KV dtypes and other kernels, and device descriptions.
 
-`CONTRACT_VERSION` is MAJOR.MINOR. Stable are all names in `__all__`, their signatures, what their docstrings say, and the
-entry-point groups `qengine.weight_quant`, `qengine.kv_dtype` and `qengine.weight_kernels`. A greater minor number adds
-what has a default; a greater major one may change or remove, and may ask plugins for more. A plugin states the version
-that it was written for in `contract`, and is taken where the major numbers are equal and its minor one is not above
-ours; else `qengine plugins` shows it as "other contract" with both numbers, and a run that asks for it ends with them.
+`CONTRACT_VERSION` is MAJOR.MINOR. Stable are the names in `__all__`, their signatures, what their docstrings say, and
+the entry-point groups `qengine.weight_quant`, `qengine.kv_dtype` and `qengine.weight_kernels`. A greater minor number
+adds what has a default; a greater major one may change or remove, and may ask plugins for more. A plugin states the
+version that it was written for in `contract`, and is taken where the major numbers are equal and its minor one is not
+above ours; else `qengine plugins` shows it as "other contract" with both numbers, and a run that asks for it ends with them.
 docs/plugins.md is the tutorial and says the same at length.
 
 Nothing here imports another part of qengine, and only `discovery` touches `importlib.metadata`; `conformance` is a door

@@ -61,21 +61,25 @@ def small_kernels(dtype: str) -> Iterator[Variant]:
         constants |= {"WIDTH": width, "HAS_RESIDUAL": residual is not None}
         types = {"p_x": dtype, "p_weight": dtype, "p_residual": residual or dtype, "p_out": dtype, **floats}
         yield Variant(f"rms_norm {width} {dtype}", rms_norm_kernel, types, constants, options)
-    if dtype == "fp16":  # what a feed-forward in float16 adds to the residual
-        constants, options = split_options(rms_norm_config(4096))
-        constants |= {"WIDTH": 4096, "HAS_RESIDUAL": True}
-        types = {"p_x": "fp32", "p_weight": "fp32", "p_residual": "fp32", "p_out": "fp16", **floats}
-        yield Variant("rms_norm 4096 fp32 to fp16", rms_norm_kernel, types, constants, options)
     for kind in ("silu", "gelu", "gelu_tanh"):
         constants, options = split_options(gated_activation_config(14336))
         types = {"p_x": dtype, "p_out": dtype}
         yield Variant(f"{kind} {dtype}", gated_activation_kernel, types, constants | {"KIND": kind}, options)
-    if dtype == "fp16":
-        types |= {"p_scale": "fp32", "limit": "fp32"}
-        yield Variant("scaled_activation", scaled_activation_kernel, types, constants | {"KIND": "silu"}, options)
     constants, options = split_options(rotary_config(64))
     types = {"p_q": dtype, "p_k": dtype, "p_cos": "fp32", "p_sin": "fp32"}
     yield Variant(f"rotary {dtype}", rotary_kernel, types, constants | {"HALF": 64}, options)
+
+
+def float16_range() -> Iterator[Variant]:
+    """What keeps a float16 feed-forward in range; any chip may be asked for float16."""
+    constants, options = split_options(rms_norm_config(4096))
+    constants |= {"WIDTH": 4096, "HAS_RESIDUAL": True}
+    types = {"p_x": "fp32", "p_weight": "fp32", "p_residual": "fp32", "p_out": "fp16"}
+    types |= {"eps": "fp32", "weight_offset": "fp32"}
+    yield Variant("rms_norm 4096 fp32 to fp16", rms_norm_kernel, types, constants, options)
+    constants, options = split_options(gated_activation_config(14336))
+    types = {"p_x": "fp16", "p_out": "fp16", "p_scale": "fp32", "limit": "fp32"}
+    yield Variant("scaled_activation", scaled_activation_kernel, types, constants | {"KIND": "silu"}, options)
 
 
 def gemms(
@@ -208,8 +212,8 @@ def variants(chip: Chip) -> Iterator[Variant]:
     """What this chip would run: its dtypes, its routes, its tiles; awkward head sizes and groups among them."""
     half = "fp16" if chip.sm < 80 else "bf16"
     native = chip.sm >= 89
-    if chip.sm in (75, 90, 120):  # nothing in them depends on the chip but the bfloat16 conversions
-        yield from small_kernels(half)
+    yield from small_kernels(half)
+    yield from float16_range()
     for format in FUNCTIONS:
         yield from cache_writes(half, format, native and format != "same")
     yield from attention(chip, half, "same", False, (4, 128), True, {})
