@@ -4,8 +4,8 @@
 the entry-point groups `qengine.weight_quant`, `qengine.kv_dtype` and `qengine.weight_kernels`. A greater minor number
 adds what has a default; a greater major one may change or remove, and may ask plugins for more. A plugin states the
 version that it was written for in `contract`, and is taken where the major numbers are equal and its minor one is not
-above ours; else `qengine plugins` shows it as "other contract" with both numbers, and a run that asks for it ends with them.
-docs/plugins.md is the tutorial and says the same at length.
+above ours; else `qengine plugins` shows it as "other contract" with both numbers, and a run that asks for it ends with
+them. docs/plugins.md is the tutorial and says the same at length.
 
 Nothing here imports another part of qengine, and only `discovery` touches `importlib.metadata`; `conformance` is a door
 to the room where the checks live. Names are imported on first use, so that listing plugins doesn't pay for torch.
