@@ -27,7 +27,7 @@ from qengine_kernels.wna16_gemm.tiled_config import DEEP, NARROW, WIDE, fit, pla
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # K, N, group size: a group a tile, several tiles a group, several groups a tile, narrow slices, one group
-SHAPES = [(512, 128, 128), (1024, 64, 256), (384, 192, 32), (576, 64, 64), (512, 64, -1)]
+SHAPES = [(512, 128, 128), (1024, 64, 256), (384, 192, 32), (576, 64, 64), (512, 64, -1), (256, 384, 64)]
 
 
 def weight_of(
@@ -53,14 +53,14 @@ def multiply(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("m", [1, 9, 20, 70, 600])
+@pytest.mark.parametrize("m", [1, 9, 20, 70, 300, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
 def test_tiles_match_reference(
     shape: tuple[int, int, int], m: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     packed, dense = weight_of(*shape, device, zeros=m != 9)
-    weight = held_weight(packed, dtype, Chip.of(device))
-    assert isinstance(weight, TiledWeight)
+    weight = to_tiles(packed)
+    assert isinstance(held_weight(packed, dtype, Chip.of(device)), PackedWeight if shape[2] == -1 else TiledWeight)
     x = torch.randn(m, shape[0]).to(dtype).to(device)
     bias = torch.randn(shape[1]).to(dtype).to(device)
     got = multiply(x, weight, bias)
