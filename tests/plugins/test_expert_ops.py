@@ -51,7 +51,7 @@ def check(scheme: LinearScheme, op: ExpertsOp, outs: Sequence[int], info: Device
     whole = LinearSpec("m", inputs, sum(outs))
     device = next(iter(linears[0].buffers().values())).device
     for linear in linears:
-        assert linear.nbytes == scheme.resident_bytes(whole, info, dtype)
+        assert linear.nbytes == scheme.of_experts().resident_bytes(whole, info, dtype)
         assert "all experts at once up to" in linear.kernel
     stored = {name: t.untyped_storage().data_ptr() for name, t in linears[0].buffers().items()}
     assert stored == {name: t.untyped_storage().data_ptr() for name, t in linears[3].buffers().items()}

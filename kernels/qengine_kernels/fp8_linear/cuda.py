@@ -82,8 +82,8 @@ class Fp8CudaLinear:
         self.library = library and all(fits_library(segment.weight) for segment in self.segments)
         how = "per token and block" if weight.blocked else "per token"
         how = "with the checkpoint's scale" if input_scales else how
-        gemm = "Triton FP8 GEMM for few rows, cuBLAS above" if self.library else "Triton FP8 GEMM"
-        self.kernel = f"{gemm}, activations rounded {how}"
+        by = "Triton for few rows, cuBLAS above" if self.library else "Triton"
+        self.kernel = f"FP8 GEMM, activations rounded {how} ({by})"
 
     def _cut(self, input_scales: Sequence[tuple[int, torch.Tensor]] | None) -> list[Segment]:
         if input_scales is None:
