@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from plugin_site import pip_install, serving
 from toy_models import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,11 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which both were installed, from copies, so that nothing is built among the sources."""
     base = tmp_path_factory.mktemp("examples")
     copies = [shutil.copytree(example, base / example.name) for example in EXAMPLES]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
-    done = subprocess.run(
-        [*command, "--target", str(base / "site"), *map(str, copies)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    pip_install(base / "site", copies)
     return base / "site"
 
 
@@ -80,28 +74,6 @@ def test_they_compile_for_every_chip(site: Path) -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@contextmanager
-def serving(site: Path, model: Path, *flags: str) -> Iterator[tuple[str, list[str]]]:
-    """`qengine serve` from the command line: its address, and the lines printed so far."""
-    command = [sys.executable, "-m", "qengine.cli.main", "serve", str(model), "--device", "cpu", "--port", "0", *flags]
-    process = subprocess.Popen(
-        command, env=environment(site), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r"serves .* at (http://\S+)/v1", line):
-                yield found[1], lines
-                break
-        else:
-            raise AssertionError("the server did not start:\n" + "".join(lines))
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(
