@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import broken_kv as broken
 from qengine.conformance.kit import CheckFailed
@@ -13,7 +14,9 @@ from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
 from qengine.conformance.places import places
 
 BY_NAME = {check.name: check for check in KV_CHECKS}
-ON_CPU, INTERPRETED = places(False)[:1], places(False)[1:]
+# CUDA code runs on a GPU where there is one: the interpreter would be on for all other tests of this process too.
+EVERYWHERE = places(gpu=torch.cuda.is_available())
+ON_CPU, IN_TRITON = EVERYWHERE[:1], EVERYWHERE[1:]
 
 CASES = [
     (broken.TakesNoVersion, "contract", "states 2.0"),
@@ -50,7 +53,7 @@ def test_a_broken_dtype_is_caught_by_the_check_for_it(plugin: Any, check: str, s
 @pytest.mark.parametrize(("plugin", "check", "says"), IN_KERNELS, ids=lambda v: getattr(v, "__name__", None))
 def test_a_broken_device_function_is_caught(plugin: Any, check: str, says: str) -> None:
     with pytest.raises(CheckFailed) as caught:
-        BY_NAME[check].run(KVSubject(plugin, INTERPRETED))
+        BY_NAME[check].run(KVSubject(plugin, IN_TRITON))
     assert re.search(says, str(caught.value)), caught.value
 
 
@@ -60,7 +63,7 @@ def test_the_right_one_passes(check: str) -> None:
 
 
 def test_the_right_device_functions_pass() -> None:
-    BY_NAME["store"].run(KVSubject(broken.Rows, INTERPRETED))
+    BY_NAME["store"].run(KVSubject(broken.Rows, IN_TRITON))
 
 
 def test_a_claim_that_the_compiler_denies_is_caught() -> None:

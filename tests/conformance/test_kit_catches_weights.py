@@ -16,8 +16,9 @@ from qengine.plugin import LinearSpec, WeightSample
 from qengine_gptq.backend import GptqQuant
 
 BY_NAME = {check.name: check for check in WEIGHT_CHECKS}
-ON_CPU = places(False)[:1]
-EVERYWHERE = places(False)
+# CUDA code runs on a GPU where there is one: the interpreter would be on for all other tests of this process too.
+EVERYWHERE = places(gpu=torch.cuda.is_available())
+ON_CPU = EVERYWHERE[:1]
 
 
 def act_order_sample() -> WeightSample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,13 @@ def test_device_memory_stays_flat(tmp_path: Path) -> None:
 
     serve(0)
     serve(1000)
-    before = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    reserved, free = torch.cuda.memory_reserved(), [torch.cuda.mem_get_info()[0]]
     for i in range(5):
         serve(2000 + 100 * i)
-    assert torch.cuda.memory_reserved() <= before[0]
-    assert before[1] - torch.cuda.mem_get_info()[0] < 32 << 20
+        free.append(torch.cuda.mem_get_info()[0])
+    assert torch.cuda.memory_reserved() <= reserved
+    # A neighbour takes memory now and then (other tests on this GPU); growth of our own would show in every round.
+    assert min(before - after for before, after in pairwise(free)) < 4 << 20
 
 
 def test_every_kernel_is_right_here() -> None:

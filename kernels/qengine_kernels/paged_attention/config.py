@@ -45,7 +45,7 @@ def attention_tile(
     A decode tile holds the query heads of one KV head (16 rows at least where tensor cores want them); a prefill tile
     holds as many query tokens as fit beside their heads. Raises ValueError when nothing fits.
     """
-    block_d = power_of_2(head_dim, least=16)
+    block_d = power_of_2(head_dim, least=32)  # half of it, of which products by pairs are made, is 16 for tl.dot
     least = 16 if chip.tensor_cores else 1
     if chip.sm == 0:
         # Small tiles let small tests cross tile borders.
