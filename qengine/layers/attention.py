@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from qengine.layers.batch import Batch
 from qengine.layers.module import ModelContext
+from qengine.layers.rotary import RopeAngles, Rotary
 from qengine.plugin import AttentionSpec
 
 
@@ -25,6 +26,25 @@ class KVLayer(Protocol):
         ...
 
 
+@runtime_checkable
+class RotatingKVLayer(KVLayer, Protocol):
+    """A cache that rotates keys as it stores them, which saves a pass over queries and keys."""
+
+    def rotate_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Batch,
+        group: int,
+    ) -> None:
+        """As `write` for q [num_tokens, num_heads, head_dim] and k that are not rotated yet. Rotates q in place; k may
+        stay as it was. cos, sin: float32 [num_tokens, half] on CUDA (`RopeAngles`)."""
+        ...
+
+
 class Attention:
     """One attention layer. The runtime sets `cache` and `group` before the first step.
 
@@ -36,12 +56,34 @@ class Attention:
         self.spec = spec
         self.index = len(ctx.attention)
         self.group = 0
-        self.cache: KVLayer | None = None
+        self._cache: KVLayer | None = None
+        self._rotating: RotatingKVLayer | None = None
         ctx.attention.append(self)
+
+    @property
+    def cache(self) -> KVLayer | None:
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: KVLayer | None) -> None:
+        self._cache = cache
+        self._rotating = cache if isinstance(cache, RotatingKVLayer) else None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] (after RoPE) -> [T, num_heads * head_dim]."""
-        cache = self.cache
+        cache = self._cache
         assert cache is not None, f"{self.name}: no KV cache bound"
         cache.write(k, v, batch, self.group)
+        return cache.attend(q, batch, self.group).flatten(1)
+
+    def rotated(
+        self, qk: torch.Tensor, v: torch.Tensor, rotary: Rotary, angles: RopeAngles, batch: Batch
+    ) -> torch.Tensor:
+        """qk [T, num_heads + num_kv_heads, head_dim] before RoPE, which may be overwritten, and v [T, num_kv_heads,
+        head_dim] -> as `__call__`."""
+        heads, cache = self.spec.num_heads, self._rotating
+        if cache is None or not qk.is_cuda:
+            return self(*rotary(qk, heads, angles), v, batch)
+        q, k = qk[:, :heads], qk[:, heads:]
+        cache.rotate_and_write(q, k, v, angles.cos, angles.sin, batch, self.group)
         return cache.attend(q, batch, self.group).flatten(1)

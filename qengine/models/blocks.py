@@ -80,7 +80,7 @@ class SelfAttention:
 
     def __init__(self, ctx: ModelContext, name: str, shape: DecoderShape, rules: LayerRules, rotary: Rotary) -> None:
         h, kv, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.num_heads, self.rotated, self.head_dim = h, h + kv, d
+        self.rotated, self.head_dim = h + kv, d
         outs = [h * d, kv * d, kv * d] if len(rules.qkv) == 3 else [(h + 2 * kv) * d]
         names = [f"{name}.{n}" for n in rules.qkv]
         self.qkv = Linear(ctx, names, shape.hidden_size, outs, bias=rules.qkv_bias)
@@ -103,8 +103,8 @@ class SelfAttention:
         qk, v = qkv[:, : self.rotated], qkv[:, self.rotated :]
         if self.head_norm is not None:
             qk = self.head_norm(qk)
-        q, k = self.rotary(qk, self.num_heads, angles[self.rotary])
-        return self.output(self.attention(q, k, v, batch).to(x.dtype))
+        y = self.attention.rotated(qk, v, self.rotary, angles[self.rotary], batch)
+        return self.output(y.to(x.dtype))
 
     def feeds(self) -> list[Feed]:
         """Attention averages values: a channel of the output projection's input comes from one row of the values."""

@@ -198,7 +198,8 @@ class KVDtype(ABC):
         self, v: KVDtype, layout: KVLayout, storage: torch.Tensor, scales: KVScales, info: DeviceInfo
     ) -> Any | None:
         """Kernels of the format's own for a layer whose K (`self`) and V (`v`) both are of it: an object with `kernel`,
-        `write` and `attend` (see `qengine.layers.attention.KVLayer`). None, the default: the shared templates."""
+        `write` and `attend` (see `qengine.layers.attention.KVLayer`), and with `rotate_and_write` too where it rotates
+        keys as it stores them (`RotatingKVLayer` there). None, the default: the shared templates."""
         return None
 
     @classmethod

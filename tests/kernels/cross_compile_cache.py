@@ -19,6 +19,7 @@ from qengine_kernels.fp8.device import (
     e5m2_pairs,
 )
 from qengine_kernels.kv_write.kernel import write_kv_config, write_kv_kernel
+from qengine_kernels.kv_write.rotated import rotate_write_config, rotate_write_kernel
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.config import AttentionTile, attention_tile
 from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
@@ -40,6 +41,14 @@ def cache_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
     types = {"p_k": dtype, "p_v": dtype, "p_k_cache": stored, "p_v_cache": stored, "p_slots": "i64"}
     types |= {"p_k_inverse": "fp32", "p_v_inverse": "fp32"}
     yield Variant(f"write_kv {dtype} {format} native={native}", write_kv_kernel, types, constants, options)
+
+
+def rotated_writes(dtype: str, format: str, native: bool) -> Iterator[Variant]:
+    (write,) = cache_writes(dtype, format, native)
+    constants, options = split_options(rotate_write_config(64, 8, 128))
+    types = write.types | {"p_q": dtype, "p_cos": "fp32", "p_sin": "fp32"}
+    name = f"rotate_write {dtype} {format} native={native}"
+    yield Variant(name, rotate_write_kernel, types, write.constants | constants | {"HALF": 64}, options)
 
 
 def attention(

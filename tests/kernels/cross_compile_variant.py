@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qengine_kernels.launch import Chip
+from qengine_kernels.overlap import LEAST_SM
 
 ITEM = {"fp16": 2, "bf16": 2, "fp32": 4, "u8": 1}
 
@@ -37,9 +38,10 @@ def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int
 def compile_variant(variant: Variant, chip: Chip) -> int:
     """Shared memory of the compiled kernel, in bytes. Pointers are 16-byte aligned, as torch's are."""
     names = variant.kernel.arg_names
+    values = {"PDL": chip.sm >= LEAST_SM} | variant.constants if "PDL" in names else variant.constants
     signature, attributes = {}, {}
     for i, name in enumerate(names):
-        if name in variant.constants:
+        if name in values:
             signature[name] = "constexpr"
         elif name.startswith("p_"):
             signature[name] = "*" + variant.types[name]
@@ -49,7 +51,7 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
             known = ("n", "k", *variant.aligned)
             if (name.endswith("stride") or name in known) and name not in variant.unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {(names.index(k),): v for k, v in variant.constants.items()}
+    constants = {(names.index(k),): v for k, v in values.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
     return int(compiled.metadata.shared)

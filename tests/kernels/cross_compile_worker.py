@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cross_compile_cache import FUNCTIONS, attention, cache_writes, helpers_of_attention, packed_rows
+from cross_compile_cache import FUNCTIONS, attention, cache_writes, helpers_of_attention, packed_rows, rotated_writes
 from cross_compile_variant import ITEM, Variant, compile_variant, split_options
 
 from qengine.plugin.discovery import load_plugin
@@ -216,6 +216,7 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from float16_range()
     for format in FUNCTIONS:
         yield from cache_writes(half, format, native and format != "same")
+    yield from rotated_writes(half, "e4m3", native)
     yield from attention(chip, half, "same", False, (4, 128), True, {})
     yield from attention(chip, half, "e4m3", native, (3, 80), True, {"WINDOW": 1024, "SOFT_CAP": True})
     yield from attention(chip, half, "e5m2", native, (2, 256), True, {})

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import ceil_div, power_of_2
+from qengine_kernels.overlap import overlap, wait_for_earlier
 
 
 @triton.jit
@@ -31,7 +32,10 @@ def _gated(b_gate, b_up, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated_activation_kernel(p_x, p_out, width, x_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gated_activation_kernel(
+    p_x, p_out, width, x_stride, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_earlier(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_col < width
@@ -81,7 +85,7 @@ def launch_gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         return out
     config = gated_activation_config(width)
     grid = (rows, ceil_div(width, config["BLOCK"]))
-    gated_activation_kernel[grid](x, out, width, x.stride(0), KIND=kind, **config)
+    gated_activation_kernel[grid](x, out, width, x.stride(0), KIND=kind, **config, **overlap(x.device))
     return out
 
 

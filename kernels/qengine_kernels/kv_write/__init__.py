@@ -27,3 +27,22 @@ def write_kv(
     from qengine_kernels.kv_write.kernel import launch_write_kv
 
     launch_write_kv(k, v, k_side, v_side, slot_mapping, block_size, native)
+
+
+def rotate_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_side: CacheSide,
+    v_side: CacheSide,
+    slot_mapping: torch.Tensor,
+    block_size: int,
+    native: bool,
+) -> None:
+    """`qengine_kernels.rotary.rotary_` and `write_kv` in one launch: q [T, H, D] is rotated in place, k as it is stored
+    (the tensor itself may stay as it was)."""
+    from qengine_kernels.kv_write.rotated import launch_rotate_write
+
+    launch_rotate_write(q, k, v, cos, sin, k_side, v_side, slot_mapping, block_size, native)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qengine_kernels.overlap import wait_for_earlier
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -179,6 +181,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (tile of query tokens x split, KV head x tile of its query heads, sequence).
 
@@ -191,6 +194,7 @@ def paged_attention_kernel(
     conversion. CAUSAL: rows see different tokens (those of a decode do not). WHOLE: the tiles that all rows see are
     walked first, without masks.
     """
+    wait_for_earlier(PDL)
     i_split = tl.program_id(0) % splits
     i_tile = tl.program_id(0) // splits
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
@@ -283,8 +287,10 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the splits, at most BLOCK_SPLITS, of one row (token, head). Grid (tokens * HEADS)."""
+    wait_for_earlier(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     o_split = tl.arange(0, BLOCK_SPLITS)

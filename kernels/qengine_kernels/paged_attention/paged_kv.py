@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from qengine_kernels.kv_side import CacheSide
-from qengine_kernels.kv_write import write_kv
+from qengine_kernels.kv_write import rotate_write_kv, write_kv
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
+from qengine_kernels.overlap import overlap
 from qengine_kernels.paged_attention.config import MAX_SPLITS, AttentionTile, attention_tile, decode_splits
 from qengine_kernels.paged_attention.gathered import dense_attention
 from qengine_kernels.paged_attention.kernel import combine_kernel, gather_kernel, paged_attention_kernel
@@ -80,6 +81,20 @@ class TritonPagedKV:
         """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
         write_kv(k, v, self.k, self.v, batch.groups[group].slot_mapping, self.layout.block_size, self.native)
 
+    def rotate_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Any,
+        group: int,
+    ) -> None:
+        """As `write` for k that is not rotated yet; q is rotated in place. cos and sin: float32 [num_tokens, half]."""
+        slots = batch.groups[group].slot_mapping
+        rotate_write_kv(q, k, v, cos, sin, self.k, self.v, slots, self.layout.block_size, self.native)
+
     def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens.
 
@@ -127,6 +142,7 @@ class TritonPagedKV:
             BLOCK_D=tile.block_d,
             BLOCK_SPLITS=next(block for block in COMBINE_SPLITS if splits <= block),
             num_warps=4,
+            **overlap(q.device),
         )
 
     def _launch(
@@ -188,6 +204,7 @@ class TritonPagedKV:
             BLOCK_D=tile.block_d,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **overlap(q.device),
         )
 
     def _gathered(self, q: torch.Tensor, out: torch.Tensor, batch: Any, table: torch.Tensor, i: int) -> None:

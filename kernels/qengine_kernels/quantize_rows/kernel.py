@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import ceil_div, power_of_2
+from qengine_kernels.overlap import overlap, wait_for_earlier
 
 WIDEST = 4096
 """Columns that a program holds at a time; longer rows are read twice."""
@@ -34,8 +35,10 @@ def quantize_rows_kernel(
     NATIVE: tl.constexpr,
     STATIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows, blocks of `width` columns)."""
+    wait_for_earlier(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1)
     begin = i_block * width
@@ -84,5 +87,6 @@ def launch_quantize_rows(
         NATIVE=native,
         STATIC=scale is not None,
         **quantize_rows_config(width),
+        **overlap(x.device),
     )
     return codes, scales

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import ceil_div, power_of_2
+from qengine_kernels.overlap import overlap, wait_for_earlier
 
 
 @triton.jit
@@ -25,8 +26,10 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows are (outer, head) pairs of x; residual and out are contiguous [rows, WIDTH]."""
+    wait_for_earlier(PDL)
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_col = tl.arange(0, BLOCK)
     mask = (i_row < rows)[:, None] & (o_col < WIDTH)[None, :]
@@ -90,5 +93,6 @@ def launch_rms_norm(
         WIDTH=width,
         HAS_RESIDUAL=residual is not None,
         **config,
+        **overlap(x.device),
     )
     return out

@@ -10,7 +10,7 @@ from qengine_kernels.launch import ceil_div, power_of_2
 
 
 @triton.jit
-def _rotate(
+def rotate_heads(
     p_x,
     heads,
     head_stride,
@@ -59,10 +59,10 @@ def rotary_kernel(
     b_cos = tl.load(p_cos + i_token * cos_stride + o_dim, mask=o_dim < HALF, other=0.0).to(tl.float32)
     b_sin = tl.load(p_sin + i_token * sin_stride + o_dim, mask=o_dim < HALF, other=0.0).to(tl.float32)
     if i_tile < q_tiles:
-        _rotate(p_q + i_token * q_stride, q_heads, q_head_stride, i_tile, b_cos, b_sin, HALF, HEADS, BLOCK)
+        rotate_heads(p_q + i_token * q_stride, q_heads, q_head_stride, i_tile, b_cos, b_sin, HALF, HEADS, BLOCK)
     else:
         p_row = p_k + i_token * k_stride
-        _rotate(p_row, k_heads, k_head_stride, i_tile - q_tiles, b_cos, b_sin, HALF, HEADS, BLOCK)
+        rotate_heads(p_row, k_heads, k_head_stride, i_tile - q_tiles, b_cos, b_sin, HALF, HEADS, BLOCK)
 
 
 def rotary_config(half: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
+from qengine_kernels.overlap import overlap, wait_for_earlier
 from qengine_kernels.split_k import join_parts, tickets
 from qengine_kernels.w8a16_gemm.layout import ByteWeight
 
@@ -70,9 +71,11 @@ def few_rows_kernel(
     p_a, p_a_scales, p_codes, p_scales, p_bias, p_out, p_parts, p_tickets, m, n, k, share,
     DOT: tl.constexpr, NATIVE: tl.constexpr, HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output tiles, splits of K). DOT(w, a, NATIVE) is the injected product of two tiles of codes, float32; its
     sums are added up here."""
+    wait_for_earlier(PDL)
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
     columns = n // BLOCK_N
@@ -141,5 +144,6 @@ def few_rows_matmul(
         STAGES=plan.num_stages,
         num_warps=4,
         num_stages=plan.num_stages,
+        **overlap(codes.device),
     )
     return out

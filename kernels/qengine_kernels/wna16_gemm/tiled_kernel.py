@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qengine_kernels.overlap import fetch_ahead, wait_for_earlier
 from qengine_kernels.split_k import join_parts
 
 
@@ -112,6 +113,24 @@ def _meta(
     else:
         i_group = i_tile * (4 * P // GROUP) + SLOT * P // GROUP
     return _split_meta(tl.load(p_meta + i_group * n + o_n), SCALE, DTYPE)
+
+
+@triton.jit
+def _fetch_weight(
+    p_words, p_meta, i_n, begin, end, tiles, n,
+    P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first AHEAD steps' words, scales and zeros; a split that has fewer steps asks for some twice."""
+    PART: tl.constexpr = 64 * Q
+    o = tl.arange(0, AHEAD * PART // 64) * 64
+    o = begin * PART + tl.where(o < (end - begin) * PART, o, 0)
+    for row in tl.static_range(ROWS):
+        fetch_ahead(p_words + (i_n * ROWS + row).to(tl.int64) * tiles * (64 * P) + o)
+    if GROUP > 0:
+        o_n = i_n * (64 * ROWS) + tl.arange(0, 2 * ROWS) * 32
+        GROUPS: tl.constexpr = (AHEAD * 4 * Q + GROUP - 1) // GROUP
+        for i in tl.static_range(GROUPS):
+            fetch_ahead(p_meta + tl.minimum(begin * (4 * Q) // GROUP + i, (end * (4 * Q) - 1) // GROUP) * n + o_n)
 
 
 @triton.jit
@@ -222,10 +241,11 @@ def tiled_kernel(
     p_x, p_words, p_meta, p_bias, p_out, p_parts, p_tickets, m, n, k, x_stride, share,
     P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, SWATH: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output tiles, splits of K). A step along K takes Q of the P columns of a tile's words, 4 * Q inputs; a
-    split takes `share` steps. p_parts and p_tickets are those of `split_k.join_parts`."""
+    split takes `share` steps. p_parts and p_tickets are those of `split_k.join_parts`. The weight of the first AHEAD
+    steps is on its way before x has to be there (with PDL; 0: not)."""
     tiles = k // (4 * P)
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -235,6 +255,9 @@ def tiled_kernel(
     if SPLIT:
         begin = i_split * share
         end = tl.minimum(begin + share, end)
+    if PDL and AHEAD > 0:
+        _fetch_weight(p_words, p_meta, i_n, begin, end, tiles, n, P, Q, GROUP, ROWS, AHEAD)
+    wait_for_earlier(PDL)
     if FEW:
         b_acc = _few(
             p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, x_stride, tiles,

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from qengine_kernels.launch import Chip
+from qengine_kernels.overlap import overlap
 from qengine_kernels.split_k import tickets
 from qengine_kernels.wna16_gemm.config import Route
 from qengine_kernels.wna16_gemm.tiled_config import TilePlan, chunk_of, plan_tiles
@@ -17,6 +18,8 @@ from qengine_kernels.wna16_gemm.tiles import OUTPUTS, TiledWeight
 SCALES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 SWATH = 8
 """Tiles of N that programs go through for one tile of M before they turn to the next."""
+AHEAD = 4
+"""Steps whose words a program asks for before the kernels in front of it have ended."""
 
 
 def launch_tiled(
@@ -48,6 +51,7 @@ def launch_tiled(
         HAS_BIAS=bias is not None,
         ASM=x.is_cuda,
         **tile_constants(plan, weight.slice_rows, weight.group, weight.scale_dtype),
+        **overlap(x.device),
     )
     return out
 
@@ -63,6 +67,7 @@ def tile_constants(plan: TilePlan, slice_rows: int, group: int, scale_dtype: tor
         "BLOCK_M": plan.block_m,
         "SWATH": SWATH,
         "FEW": plan.kind == "few",
+        "AHEAD": AHEAD,
         "SPLIT": plan.splits > 1,
         "STAGES": plan.num_stages,
         "num_warps": plan.num_warps,

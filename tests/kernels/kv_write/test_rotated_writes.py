@@ -1,0 +1,56 @@
+"""One launch that rotates and writes leaves the very bytes of two launches, in q and in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged_cases import empty_storage
+from qengine.plugin import AttentionSpec, KVFunctions, KVLayout, SideLayout
+from qengine_dense.kernels import identity_encode
+from qengine_kernels.fp8.device import e4m3_encode
+from qengine_kernels.kv_side import CacheSide
+from qengine_kernels.kv_write import rotate_write_kv, write_kv
+from qengine_kernels.rotary.kernel import launch_rotary
+from qengine_kernels.testing import readable_id
+
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+SLOTS = [16, 47, -1, 3, 30]
+# query heads, KV heads, head_dim, half of the dimensions that turn
+SHAPES = [(4, 2, 64, 32), (3, 1, 80, 40), (12, 4, 96, 16), (16, 8, 16, 8)]
+
+
+@pytest.mark.parametrize("stored", [None, torch.uint8], ids=["same", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
+@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+def test_equals_rotation_and_write(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
+) -> None:
+    heads, kv_heads, head_dim, half = shape
+    spec = AttentionSpec(heads, kv_heads, head_dim, 1.0)
+    side = SideLayout.dense(spec, 16, stored or dtype)
+    layout = KVLayout.of(16, side, side)
+    functions = KVFunctions(identity_encode if stored is None else e4m3_encode, None)
+    scales = torch.rand(kv_heads, device=device) + 0.5 if stored else torch.ones(kv_heads, device=device)
+    fused = torch.randn(len(SLOTS), heads + 2 * kv_heads, head_dim).to(dtype).to(device)
+    angles = torch.rand(len(SLOTS), half, device=device) * 6
+    cos, sin, slots = angles.cos(), angles.sin(), torch.tensor(SLOTS, device=device)
+    results = []
+    for together in (True, False):
+        own, storage = fused.clone(), empty_storage(layout, 3, device)
+        q, k, v = own[:, :heads], own[:, heads : heads + kv_heads], own[:, heads + kv_heads :]
+        sides = [CacheSide.of(storage, layout, name, scales, functions) for name in ("k", "v")]
+        if together:
+            rotate_write_kv(q, k, v, cos, sin, *sides, slots, 16, False)
+        else:
+            launch_rotary(q, k, cos, sin)
+            write_kv(k, v, *sides, slots, 16, False)
+        results.append((q.clone(), storage))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    plain = empty_storage(layout, 3, device)
+    write_kv(
+        fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :],
+        *[CacheSide.of(plain, layout, name, scales, functions) for name in ("k", "v")], slots, 16, False,
+    )  # fmt: skip
+    assert not torch.equal(results[0][1], plain), "control: keys that were not rotated must differ"
