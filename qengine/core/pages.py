@@ -4,56 +4,22 @@ Blocks are taken when their first token is about to be computed, never earlier. 
 prefix cache can hand out is never written: it is copied first. Only full blocks enter the cache, and only once a
 later token of the same request was sampled from finite logits; whatever a request leaves unverified is zeroed before
 its next use.
+
+With a `host` tier, what falls out of the pool and what preempted requests hold goes to host memory and comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from qengine.core.holding import NEVER, Holding, KVStats
+from qengine.core.host_tier import HostTier
 from qengine.core.pool import NULL_BLOCK, BlockPool, IntegrityError
-from qengine.core.prefix import PrefixHit, PrefixIndex, PrefixNode, extend_chain
-from qengine.core.request import Request
+from qengine.core.prefix import PrefixHit, PrefixIndex, extend_chain
+from qengine.core.request import Request, Status
 from qengine.core.step import KVGroupSpec, blocks_for
 from qengine.errors import CapacityError
-
-NEVER = 1 << 62
-"""A token count that no request reaches."""
-
-
-@dataclass(frozen=True)
-class KVStats:
-    """Blocks and token slots at one moment; `blocks_total` counts usable blocks (without the null block).
-
-    `slots_wasted` are slots of blocks in use that no token was written to yet.
-    """
-
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    slots_allocated: int
-    slots_wasted: int
-
-
-@dataclass(slots=True, eq=False)
-class _Holding:
-    """What the manager knows about one request beside its block tables."""
-
-    request: Request
-    dropped: list[int]
-    """Per group: leading blocks that fell out of the window."""
-    chain: list[PrefixNode] = field(default_factory=list)
-    cached: int = 0
-    """Leading blocks that were offered to the prefix cache."""
-    reserved: int = 0
-    """Tokens that have a slot, computed or about to be."""
-    own_block: int = -1
-    """Index of the last block written to: known to be nobody else's."""
-    next_leave: int = NEVER
-    """Number of computed tokens at which the next block falls out of a window."""
-    verified: int = 0
-    """Tokens known to be finite: from the cache, or followed by a token sampled from finite logits."""
 
 
 class KVCacheManager:
@@ -77,9 +43,13 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.identity = identity
         self._index = PrefixIndex(len(self.groups), num_blocks)
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[str, Holding] = {}
         self._soiled: set[int] = set()
         self._zero: list[int] = []
+        self.host: HostTier | None = None
+        """Set before the first request comes."""
+        self._copied: list[int] = []
+        """Sources of this step's copies on write, each with a reference: nothing may be copied over them before."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -100,12 +70,28 @@ class KVCacheManager:
         At least the last token is left to compute. Where all tokens are cached, that means a copy of the last block,
         which takes a block more than the tables hold for a moment; `allow_copy=False` leaves that block out.
         """
+        kept = self._parked_hit(request)
+        if kept is not None:
+            return kept
         if not self.enable_prefix_caching:
             return self.nothing_shared()
         num_tokens, chain = request.num_tokens, self._holding(request).chain
         num_blocks = (num_tokens if allow_copy else num_tokens - 1) // self.block_size
         extend_chain(chain, request, num_blocks, self.block_size, self.identity)
-        return self._index.longest(self.groups, chain, num_blocks, num_tokens, self.block_size)
+        below = None if self.host is None else self.host.searched(request.status is Status.PREEMPTED)
+        return self._index.longest(self.groups, chain, num_blocks, num_tokens, self.block_size, below)
+
+    def _parked_hit(self, request: Request) -> PrefixHit | None:
+        """What a preempted request left in host memory or on the device, if all of it is there."""
+        if self.host is None or (parked := self.host.parked(request.request_id)) is None:
+            return None
+        hit = PrefixHit.visible(self.groups, parked.tables, parked.num_tokens, self.block_size, sibling=False)
+        for table in hit.blocks:
+            for i, block in enumerate(table):
+                entry = self.host.index.entry(-block) if block < 0 else None
+                if entry is not None:  # others may have brought it back meanwhile
+                    table[i] = self._index.find_node(*entry) or block
+        return replace(hit, num_verified=parked.num_verified)
 
     def share_of(self, parent: Request, num_tokens: int) -> PrefixHit | None:
         """The parent's blocks of its first `num_tokens` computed tokens; None where a window has let them go."""
@@ -133,23 +119,42 @@ class KVCacheManager:
         holding = self._holding(request)
         for table in hit.blocks:
             for block in table:
-                if block:
+                if block > 0:
                     self.pool.share(block)
         request.block_tables = [list(table) for table in hit.blocks]
+        if self.host is not None:
+            self._bring_back(request, hit.num_tokens)
         request.table_changes += 1
-        request.num_computed_tokens = holding.reserved = holding.verified = hit.num_tokens
-        holding.cached = hit.num_tokens // self.block_size
+        request.num_computed_tokens = holding.reserved = hit.num_tokens
+        holding.verified = hit.num_tokens if hit.num_verified is None else hit.num_verified
+        holding.cached = holding.verified // self.block_size
         for g, group in enumerate(self.groups):
             holding.dropped[g] = min(len(hit.blocks[g]), group.first_block(hit.num_tokens, self.block_size))
         self._plan_leave(holding)
+
+    def _bring_back(self, request: Request, num_tokens: int) -> None:
+        """Replace host blocks in the tables by blocks of the device, and give up what else is kept for the request. A
+        block that is to be written behind `num_tokens` tokens comes as a private one, as do those nobody can find."""
+        assert self.host is not None
+        self.host.hold(request.block_tables)
+        for g, table in enumerate(request.block_tables):
+            for i, held in enumerate(table):
+                if held >= 0:
+                    continue
+                block = table[i] = self._take()
+                self.host.bring(-held, block)
+                entry = self.host.index.entry(-held)
+                if entry is not None and (i + 1) * self.block_size <= num_tokens:
+                    self._index.insert(g, entry[1], block)
+        self.host.unpark(request.request_id)
 
     # Room
 
     def blocks_to_admit(self, request: Request, hit: PrefixHit, max_chunk: int) -> int:
         """Available blocks that it takes to start from `hit` and to compute all known tokens of the request."""
         refs = self.pool.refs
-        held = sum(1 for table in hit.blocks for block in table if block and refs(block) > 0)
-        copies = len(self.groups) if hit.num_tokens % self.block_size else 0
+        held = sum(1 for table in hit.blocks for block in table if block > 0 and refs(block) > 0)
+        copies = sum(table[-1] > 0 for table in hit.blocks) if hit.num_tokens % self.block_size else 0
         return self.max_blocks(request.num_tokens, max_chunk) - held + copies
 
     def blocks_owed(self, request: Request, max_chunk: int) -> int:
@@ -217,7 +222,10 @@ class KVCacheManager:
                 if self._must_copy(source):
                     table[index] = self._take()
                     copies.append((source, table[index]))
-                    self.pool.release(source, self._index.holds(source))
+                    if self.host is None:
+                        self.pool.release(source, self._index.holds(source))
+                    else:
+                        self._copied.append(source)
         holding.reserved = start + num_new_tokens
         holding.own_block = (holding.reserved - 1) // self.block_size
         more = holding.own_block + 1 - len(tables[0])
@@ -232,13 +240,15 @@ class KVCacheManager:
 
     def _take(self) -> int:
         block = self.pool.take()
+        if self.host is not None and (entry := self._index.entry(block)) is not None:
+            self.host.evict(block, *entry)
         self._index.forget(block)
         if block in self._soiled:
             self._soiled.discard(block)
             self._zero.append(block)
         return block
 
-    def _leave_windows(self, holding: _Holding) -> None:
+    def _leave_windows(self, holding: Holding) -> None:
         """Give back the blocks that no token from `num_computed_tokens` on can see."""
         request = holding.request
         for g, group in enumerate(self.groups):
@@ -250,7 +260,7 @@ class KVCacheManager:
             holding.dropped[g] = max(first, holding.dropped[g])
         self._plan_leave(holding)
 
-    def _plan_leave(self, holding: _Holding) -> None:
+    def _plan_leave(self, holding: Holding) -> None:
         windows = zip(self.groups, holding.dropped, strict=True)
         leaves = ((gone + 1) * self.block_size + g.window - 1 for g, gone in windows if g.window is not None)
         holding.next_leave = min(leaves, default=NEVER)
@@ -283,9 +293,26 @@ class KVCacheManager:
             for block in table:
                 if block:
                     self._soil(block)
+        if self.host is not None and request.request_id in self._holdings:
+            self.host.forget(self._holdings[request.request_id].chain)
+
+    def preempt(self, request: Request) -> bool:
+        """Give back everything for now; whether it is kept, so that the request goes on from where it stands."""
+        kept = False
+        # Logits of the prompt are wanted of one pass, so a prompt that isn't through begins anew.
+        if self.host is not None and (request.output_token_ids or not request.prompt_logprobs):
+            computed, verified = request.num_computed_tokens, self._holdings[request.request_id].verified
+            kept = self.host.park(request.request_id, request.block_tables, self._index, computed, verified)
+        self._release(request)
+        return kept
 
     def free(self, request: Request) -> None:
         """Give back everything. Harmless when the request owns nothing."""
+        if self.host is not None:
+            self.host.unpark(request.request_id)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
         holding = self._holdings.pop(request.request_id, None)
         if holding is None:
             return
@@ -301,7 +328,15 @@ class KVCacheManager:
         blocks, self._zero = self._zero, []
         return blocks
 
-    def _give_back(self, holding: _Holding, index: int, block: int) -> None:
+    def take_swaps(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Copies to host memory (device block, host block) and from it (host block, device block) that belong to the
+        step that is handed out now. Each is reported once."""
+        for source in self._copied:
+            self.pool.release(source, self._index.holds(source))
+        self._copied.clear()
+        return ([], []) if self.host is None else self.host.take_copies()
+
+    def _give_back(self, holding: Holding, index: int, block: int) -> None:
         """Release one block; soiled when it holds tokens that nothing has shown to be finite."""
         if min(holding.reserved, (index + 1) * self.block_size) > holding.verified:
             self._soil(block)
@@ -311,11 +346,13 @@ class KVCacheManager:
         self._index.forget(block)
         self.pool.discard(block)
         self._soiled.add(block)
+        if self.host is not None:
+            self.host.lost(block)
 
-    def _holding(self, request: Request) -> _Holding:
+    def _holding(self, request: Request) -> Holding:
         holding = self._holdings.get(request.request_id)
         if holding is None:
-            holding = self._holdings[request.request_id] = _Holding(request, [0] * len(self.groups))
+            holding = self._holdings[request.request_id] = Holding(request, [0] * len(self.groups))
         return holding
 
     # Watching
@@ -343,7 +380,11 @@ class KVCacheManager:
                 for block in table:
                     if block:
                         expected[block] = expected.get(block, 0) + 1
+        for block in self._copied:
+            expected[block] = expected.get(block, 0) + 1
         findable = self._index.blocks()
         self.pool.check(expected, findable)
         if findable & self._soiled:
             raise IntegrityError(f"blocks both cached and to be zeroed: {sorted(findable & self._soiled)[:10]}")
+        if self.host is not None:
+            self.host.check(findable)

@@ -59,15 +59,18 @@ def extend_chain(chain: list[PrefixNode], request: Request, num_blocks: int, blo
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """Blocks that a request can share. `blocks` is one table per group; 0 where a window no longer reaches.
+    """Blocks that a request can share. `blocks` is one table per group; 0 where a window no longer reaches, below zero
+    for a block in host memory (`host_tier`).
 
     `num_tokens` tokens count as computed. When that ends inside a block, the block is copied before it is written.
-    `from_sibling`: not a cached prefix, but the prompt of a request that runs.
+    `from_sibling`: not a cached prefix, but the prompt of a request that runs. `num_verified`: how many of the tokens
+    are known to be finite; None: all.
     """
 
     num_tokens: int
     blocks: list[list[int]]
     from_sibling: bool = False
+    num_verified: int | None = None
 
     @classmethod
     def visible(
@@ -89,11 +92,23 @@ class PrefixIndex:
         self._blocks: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._entries: list[tuple[int, PrefixNode] | None] = [None] * num_blocks
 
+    @property
+    def num_groups(self) -> int:
+        return len(self._blocks)
+
     def __len__(self) -> int:
         return sum(map(len, self._blocks))
 
     def holds(self, block: int) -> bool:
         return self._entries[block] is not None
+
+    def entry(self, block: int) -> tuple[int, PrefixNode] | None:
+        """Group and node of what `block` holds."""
+        return self._entries[block]
+
+    def find_node(self, group: int, node: PrefixNode) -> int:
+        """The block of `group` that holds exactly this node's chain; 0 when there is none."""
+        return self.find(group, [node], 0)
 
     def find(self, group: int, chain: list[PrefixNode], index: int) -> int:
         """The block of `group` that holds chain[index]; 0 when there is none.
@@ -116,16 +131,25 @@ class PrefixIndex:
         return block
 
     def longest(
-        self, groups: Sequence[KVGroupSpec], chain: list[PrefixNode], num_blocks: int, num_tokens: int, block_size: int
+        self,
+        groups: Sequence[KVGroupSpec],
+        chain: list[PrefixNode],
+        num_blocks: int,
+        num_tokens: int,
+        block_size: int,
+        below: PrefixIndex | None = None,
     ) -> PrefixHit:
         """The longest prefix, at most `num_blocks` blocks and `num_tokens - 1` tokens, from which a request can go on:
-        full-attention groups need every block of it, sliding ones those that the next token can see."""
+        full-attention groups need every block of it, sliding ones those that the next token can see. `below`: where
+        else to look, in host memory."""
         found: list[list[int]] = [[] for _ in groups]
         runs = [0] * len(groups)
         best = 0
         for i in range(num_blocks):
             for g, group in enumerate(groups):
                 block = self.find(g, chain, i)
+                if block == 0 and below is not None:
+                    block = -below.find(g, chain, i)
                 found[g].append(block)
                 runs[g] = runs[g] + 1 if block else 0
                 if not block and group.window is None:

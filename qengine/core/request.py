@@ -63,6 +63,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache at first admission."""
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Tokens whose K/V it had to give back when it was last preempted."""
     block_tables: list[list[int]] = field(default_factory=list)
     """One block table per KV group; block id 0 is the null block (fell out of a sliding window)."""
     table_changes: int = 0

@@ -5,7 +5,8 @@ Prefill and decode are the same thing with other token counts. Rules, in order:
 1. Running requests come first, oldest (or highest priority) first. A prefill takes what the token budget leaves after
    one token for each decode behind it, and only as many tokens as there are free blocks for.
 2. A running request that cannot get a single token's room preempts the newest (or lowest-priority) running request,
-   in the end itself. Preempted requests keep their generated ids, wait in front of the queue and are recomputed.
+   in the end itself. Preempted requests keep their generated ids, wait in front of the queue and are recomputed, or get
+   their K/V back from host memory.
    The oldest is never preempted for another, so at least one request always progresses.
 3. A waiting request starts when all its known tokens fit beside what running prefills still owe and a small reserve
    for the decodes. Nothing starts in a step that preempted.
@@ -52,9 +53,12 @@ class SchedulerConfig:
 
 @dataclass
 class Counters:
-    """Totals since the start. Prefix queries and hits count prompt tokens at first admission."""
+    """Totals since the start. Prefix queries and hits count prompt tokens at first admission. `preemptions_swapped` are
+    those whose K/V was kept, `recomputed_tokens` what preempted requests had to compute again."""
 
     preemptions: int = 0
+    preemptions_swapped: int = 0
+    recomputed_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
@@ -180,6 +184,7 @@ class Scheduler:
         if any(s.num_new_tokens > 1 or not s.samples for s in step.sequences):
             step.sequences.sort(key=lambda s: (s.num_new_tokens > 1, not s.samples))
         step.zero_blocks = self.manager.take_zero_blocks()
+        step.swap_out, step.swap_in = self.manager.take_swaps()
         return step
 
     def _continue_running(self, step: Step) -> int:
@@ -236,9 +241,10 @@ class Scheduler:
         step.sequences.append(ScheduledSequence(request, start, num_tokens, samples))
 
     def _preempt(self, request: Request, step: Step) -> None:
-        """Take the last running request's blocks; its ids stay, its K/V is computed again later."""
+        """Take the last running request's blocks; its ids stay, its K/V is computed again or copied back later."""
         self._running.pop()
-        self.manager.free(request)
+        request.num_lost_tokens = request.num_computed_tokens
+        self.counters.preemptions_swapped += self.manager.preempt(request)
         request.status = Status.PREEMPTED
         request.num_preemptions += 1
         self.counters.preemptions += 1
@@ -284,6 +290,8 @@ class Scheduler:
             if self.manager.enable_prefix_caching and not request.prompt_logprobs:
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += hit.num_tokens
+        if request.status is Status.PREEMPTED:
+            self.counters.recomputed_tokens += max(0, request.num_lost_tokens - hit.num_tokens)
         request.status = Status.RUNNING
         insort(self._running, request, key=self._order.running)
         wanted = min(request.num_tokens - request.num_computed_tokens, budget)

@@ -26,13 +26,16 @@ class ScheduledSequence:
 class Step:
     """One batch. Decodes (one new token, sampling) come first.
 
-    Before the forward pass the runner zeroes `zero_blocks` (they may hold non-finite values of an earlier request)
-    and then copies `copy_blocks` (source, destination; copies on write), each in every storage tensor, in this order.
+    Before the forward pass the runner copies `swap_out` (device block, host block), zeroes `zero_blocks` (they may hold
+    non-finite values of an earlier request), copies `swap_in` (host block, device block) and then `copy_blocks`
+    (source, destination; copies on write), each in every storage tensor, in this order.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
     copy_blocks: list[tuple[int, int]] = field(default_factory=list)
     zero_blocks: list[int] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     @property

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from zlib import crc32
 
+from qengine.core.host_tier import HostTier
 from qengine.core.pages import KVCacheManager
 from qengine.core.request import Request
 from qengine.core.scheduler import Scheduler, SchedulerConfig
 from qengine.core.step import KVGroupSpec, SampledToken, ScheduledSequence, Step
+from qengine.core.swap_policy import SwapPolicy
 
 VOCAB = 50
 FULL = [KVGroupSpec(None, [0])]
+SWAP = SwapPolicy("swap")
 
 
 def next_token(state: int) -> int:
@@ -39,11 +42,11 @@ class PagedSimulator:
         self.manager = manager
         self.memory: list[list[object]] = [[None] * manager.block_size for _ in range(manager.pool.num_blocks)]
         self.poison: dict[str, int] = {}
+        self.host: dict[int, list[object]] = {}
 
     def run(self, step: Step) -> list[SampledToken]:
         size = self.manager.block_size
-        for block in step.zero_blocks:
-            self.memory[block] = [None] * size
+        self.move(step)
         sources, targets = [s for s, _ in step.copy_blocks], [t for _, t in step.copy_blocks]
         assert len(set(targets)) == len(targets)
         assert not any(s in targets[:i] for i, s in enumerate(sources)), "must also be right when all are read first"
@@ -60,6 +63,17 @@ class PagedSimulator:
                     written.add(slot)
                     self.memory[slot[0]][slot[1]] = "nan" if p >= bad_from else (g, known[p])
         return [self._sample(s) for s in step.sequences if self._reads_right(s) and s.samples]
+
+    def move(self, step: Step) -> None:
+        """Copies to the host, zeroes, copies back: in this order."""
+        for block, host in step.swap_out:
+            self.host[host] = list(self.memory[block])
+        for block in step.zero_blocks:
+            self.memory[block] = [None] * self.manager.block_size
+        targets = [block for _, block in step.swap_in]
+        assert len(set(targets)) == len(targets)
+        for host, block in step.swap_in:
+            self.memory[block] = list(self.host[host])
 
     def run_blind(self, step: Step) -> list[SampledToken]:
         """Sample without looking at the memory: quick, and usable when a request ended while its step ran."""
@@ -117,8 +131,13 @@ def build(
     max_model_len: int = 4096,
     policy: str = "fcfs",
     caching: bool = True,
+    host: int = 0,
+    swap: SwapPolicy = SWAP,
 ) -> tuple[Scheduler, PagedSimulator]:
+    """`host`: blocks of host memory, 0 for no such tier."""
     manager = KVCacheManager(num_usable + 1, block_size, groups or FULL, caching)
+    if host:
+        manager.host = HostTier(host, len(manager.groups), block_size, swap)
     config = SchedulerConfig(batched, seqs, max_model_len, policy)  # type: ignore[arg-type]
     return Scheduler(config, manager), PagedSimulator(manager)
 
