@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +12,11 @@ import torch.nn.functional as F
 from qengine_kernels.cpu_attention.plan import DecodePart, Plan, PrefillPart, make_plan, write_rows
 from qengine_kernels.cpu_attention.rows import RowMap
 
-SERIAL_ELEMENTS = 1 << 20
-"""Up to this many gathered elements a decode runs on one thread: waking the others for each of its five operations
-(about 60 us each) would cost more than they save."""
-
 
 @contextmanager
-def one_thread(threads: int) -> Iterator[None]:
-    if threads == 1:
-        yield
-        return
+def one_thread() -> Iterator[None]:
+    """One thread inside, as many as before behind it."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
@@ -37,6 +32,9 @@ class CpuPagedKV:
     k_format, ...     objects with `encode` and `decode` (`qengine.plugin.KVDtype`): [..., head_dim] float -> [..., row]
                       stored, and back as the given float dtype
     together          whether K and V are stored alike, so that either format may code both in one call
+
+    A decode step of one sequence is bound by how many operations and calls it takes, not by what they do: each costs
+    some microseconds, because a layer's weights have driven code and data out of the cache. Its way is kept straight.
     """
 
     def __init__(
@@ -83,52 +81,61 @@ class CpuPagedKV:
         if self.inverse is not None:
             x = x * self.inverse
         for i, part in enumerate((x,) if len(rows) == 1 else x.unbind(0)):
-            stored = self.formats[i].encode(part).to(self.sides[i].dtype)
+            stored = self.formats[i].encode(part)
+            if stored.dtype is not self.sides[i].dtype:
+                stored = stored.to(self.sides[i].dtype)
             self.rows[i].index_copy_(0, rows[i], stored.view(-1, self.maps[i].width))
 
     def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> same shape and dtype; causal over each sequence's cached tokens."""
-        threads = torch.get_num_threads()
         key = ("cpu attend", group, self.key)
         plan: Plan | None = batch.scratch.get(key)
         if plan is None:
+            threads = torch.get_num_threads()
             plan = batch.scratch[key] = make_plan(batch, group, self.spec, self.maps, threads)
-        x = q.to(torch.float32)
+        x = q.float()
         if self.q_factor is not None:
             x = x * self.q_factor
-        if not plan.prefills:
-            out = self._decodes(x, plan, threads)
+        if plan.alone is not None:
+            out = self._decode(x, plan.alone)
+        elif not plan.prefills:
+            out = self._decodes(x, plan)
         else:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             if plan.decodes:
-                out[: plan.num_decodes] = self._decodes(x[: plan.num_decodes], plan, threads)
+                out[: plan.num_decodes] = self._decodes(x[: plan.num_decodes], plan)
             for part in plan.prefills:
                 out[part.first : part.last] = self._prefill(x[part.first : part.last], part)
         if self.v_factor is not None:
             out.mul_(self.v_factor)
-        return out.to(q.dtype)
+        return out if out.dtype is q.dtype else out.to(q.dtype)
 
-    def _gather(self, rows: tuple[torch.Tensor, ...], *shape: int) -> list[torch.Tensor]:
+    def _gather(self, rows: tuple[torch.Tensor, ...], *shape: int) -> Sequence[torch.Tensor]:
         """K and V of the given rows, decoded but not scaled: float32 [*shape, num_kv_heads, head_dim] each."""
-        out: list[torch.Tensor] = []
-        for i, index in enumerate(rows):
-            stored = self.rows[i].index_select(0, index).view(-1, *shape, self.spec.num_kv_heads, self.sides[i].row)
-            out += self.formats[i].decode(stored, torch.float32).unbind(0)
-        return out
+        heads = self.spec.num_kv_heads
+        if len(rows) == 1:
+            both = self.rows[0].index_select(0, rows[0]).view(2, *shape, heads, self.sides[0].row)
+            return self.formats[0].decode(both, torch.float32).unbind(0)  # type: ignore[no-any-return]
+        return [
+            format_.decode(table.index_select(0, index).view(*shape, heads, side.row), torch.float32)
+            for format_, table, index, side in zip(self.formats, self.rows, rows, self.sides, strict=True)
+        ]
 
-    def _decodes(self, q: torch.Tensor, plan: Plan, threads: int) -> torch.Tensor:
+    def _decodes(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         """q [num_decodes, heads, D] -> the same shape."""
+        if plan.one_thread and torch.get_num_threads() > 1:
+            with one_thread():
+                return self._decodes(q, plan)
         if plan.order is not None:
             q = q.index_select(0, plan.order)
-        with one_thread(threads if plan.decode_elements <= SERIAL_ELEMENTS else 1):
-            outs = [self._decode(q[p.first : p.last], p) for p in plan.decodes]
+        outs = [self._decode(q[p.first : p.last], p) for p in plan.decodes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if plan.back is None else out.index_select(0, plan.back)
 
     def _decode(self, q: torch.Tensor, part: DecodePart) -> torch.Tensor:
         """q [batch, heads, D]: the query heads of one KV head are the rows of one product."""
+        k, v = self._gather(part.rows, part.last - part.first, part.length)
         batch, _, dim = q.shape
-        k, v = self._gather(part.rows, batch, part.length)
         grouped = q.reshape(batch, self.spec.num_kv_heads, -1, dim)
         return self._attention(grouped, k.transpose(1, 2), v.transpose(1, 2), part.mask, False).reshape(q.shape)
 

@@ -19,6 +19,9 @@ in the second-level cache. Measured with 16 sequences of 300 tokens (3 heads of 
 beyond it."""
 PARALLEL_ELEMENTS = 1 << 22
 """The same with several threads: each operation wakes them anew, so few large ones are better."""
+SERIAL_ELEMENTS = 1 << 20
+"""Up to this many gathered elements a decode runs on one thread: waking the others for each of its five operations
+(about 60 us each) would cost more than they save."""
 PADDING = 0.75
 """Least share of real tokens in a batch of decodes of unequal length."""
 QUERY_TILE = 512
@@ -53,14 +56,17 @@ class PrefillPart:
 
 @dataclass
 class Plan:
-    """`order` sorts the decodes by length and `back` undoes it; None when they are in order."""
+    """`order` sorts the decodes by length and `back` undoes it; None when they are in order. `one_thread`: the decodes
+    gather so little that one thread is faster."""
 
     num_decodes: int
     order: torch.Tensor | None
     back: torch.Tensor | None
     decodes: list[DecodePart]
     prefills: list[PrefillPart]
-    decode_elements: int
+    one_thread: bool
+    alone: DecodePart | None = None
+    """The only part of the step, where there are no others, nothing was sorted and threads stay as they are."""
 
 
 def write_rows(batch: Any, group: int, maps: Maps) -> tuple[torch.Tensor, ...]:
@@ -95,7 +101,11 @@ def make_plan(batch: Any, group: int, spec: Any, maps: Maps, threads: int) -> Pl
         index = None
     back = None if index is None else torch.empty_like(index).scatter_(0, index, torch.arange(n))
     prefills = prefill_parts(batch, tables, spec, maps)
-    return Plan(n, index, back, decodes, prefills, sum(counts) * width)
+    few = sum(counts) * width <= SERIAL_ELEMENTS
+    out = Plan(n, index, back, decodes, prefills, few)
+    if in_order and len(decodes) == 1 and not prefills and (threads == 1 or not few):
+        out.alone = decodes[0]
+    return out
 
 
 def token_slots(

@@ -45,7 +45,8 @@ def decode(b: torch.Tensor, fp8: torch.dtype, dtype: torch.dtype) -> torch.Tenso
     On a CPU two codes at a time are looked up in a table: for 38k codes 18 us on one AVX-512 core, where torch's cast
     takes 150 and integer arithmetic, which would still lack NaN, 15.
     """
-    if b.device.type != "cpu" or dtype not in PAIR or b.shape[-1] % 2:
+    shape = b.shape
+    if not b.is_cpu or dtype not in PAIR or shape[-1] % 2:
         return b.view(fp8).to(torch.float32).to(dtype)
-    index = b.contiguous().view(torch.uint16).to(torch.int32).flatten()
-    return pair_table(fp8, dtype).index_select(0, index).view(dtype).view(b.shape)
+    index = b.contiguous().view(torch.uint16).int().view(-1)
+    return pair_table(fp8, dtype).index_select(0, index).view(dtype).view(shape)
