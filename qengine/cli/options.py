@@ -25,7 +25,7 @@ NEGATIVE = re.compile(r"-\.?\d\S*")
 
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS_NOTE = (
-    "Integers may end in a unit: k, m, g count in thousands, K, M, G in 1024s (32k = 32000, 32K = 32768, 4G = 4 GiB)."
+    "Integers may end in a unit: k, m, g count in thousands, K, M, G in 1024s (32k = 32000, 32K = 32768, 4G = 4GiB)."
 )
 
 
@@ -58,10 +58,11 @@ def _metavar(action: argparse.Action) -> str:
 
 
 def number(text: str) -> int:
-    """An integer with an optional unit: "512", "32k" = 32000, "32K" = 32768, "1.5G"."""
-    unit = UNITS.get(text[-1:])
+    """An integer with an optional unit: "512", "32k" = 32000, "32K" = 32768, "1.5G", "256MiB"."""
+    short = text[:-2] if text.endswith("iB") and text[-3:-2].isupper() else text
+    unit = UNITS.get(short[-1:])
     try:
-        value = Fraction(text[:-1]) * unit if unit else Fraction(int(text))
+        value = Fraction(short[:-1]) * unit if unit else Fraction(int(text))
     except ValueError:
         value = Fraction(1, 2)
     if value.denominator != 1:

@@ -15,7 +15,7 @@ from qengine.runtime.input_processor import ProcessedRequest
 from qengine.runtime.results import Delta
 from qengine.server.body import typed_body
 from qengine.server.generation import Generation
-from qengine.server.logprobs import chat_logprobs
+from qengine.server.logprobs import asked_prompt_logprobs, chat_logprobs
 from qengine.server.messages import message_dicts, template_options
 from qengine.server.responses import (
     ChatChoice,
@@ -25,6 +25,7 @@ from qengine.server.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    PromptLogprobs,
     Usage,
     json_response,
 )
@@ -87,9 +88,11 @@ class _Answer:
 
     async def whole(self) -> ChatCompletion:
         choices: dict[int, ChatChoice] = {}
+        of_prompt: PromptLogprobs | UnsetType = UNSET
         async with aclosing(self._generation.deltas()) as deltas:
             async for index, delta in deltas:
                 if index not in choices:
+                    of_prompt = asked_prompt_logprobs(self._body, self._generation.result(delta))
                     choices[index] = ChatChoice(index=index, message=ChatMessage(role=ROLE, content=""))
                 choice, logprobs = choices[index], self._logprobs(delta)
                 choice.message.content += delta.text
@@ -98,9 +101,14 @@ class _Answer:
                     choice.logprobs = logprobs
                 elif logprobs is not None:
                     choice.logprobs.content += logprobs.content
-        ordered = [choices[i] for i in sorted(choices)]
-        usage = self._generation.usage()
-        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=ordered, usage=usage)
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choices[i] for i in sorted(choices)],
+            usage=self._generation.usage(),
+            prompt_logprobs=of_prompt,
+        )
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         """The role once for each choice, then text as it comes; usage last, if asked for, with no choices."""

@@ -15,9 +15,16 @@ from qengine.runtime.input_processor import ProcessedRequest
 from qengine.runtime.results import Delta
 from qengine.server.body import typed_body
 from qengine.server.generation import Generation
-from qengine.server.logprobs import CompletionLogprobsWriter
+from qengine.server.logprobs import CompletionLogprobsWriter, asked_prompt_logprobs
 from qengine.server.prompts import decode_prompts
-from qengine.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage, json_response
+from qengine.server.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+    json_response,
+)
 from qengine.server.schemas import CompletionRequest, refuse_unbuilt, sampling_fields
 from qengine.server.state import ServerState, new_id
 from qengine.server.streaming import EventStream, client_left, while_connected
@@ -52,7 +59,9 @@ def _process(state: ServerState, body: CompletionRequest, request_id: str) -> li
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # the engine's least; `_Answer` does not show it
     if body.logprobs is not None:
-        fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+        fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = state.input.default_params(**fields, max_tokens=max_tokens)
     if len(prompts) * params.n > MAX_CHOICES:
         have = f"{len(prompts)} prompts with n = {params.n}"
@@ -128,9 +137,11 @@ class _Answer:
     def _piece(self, index: int, delta: Delta) -> CompletionChoice:
         """What a delta adds to its choice; the first one brings the echoed prompt."""
         text, logprobs = "", self._logprobs_begin(index)
+        of_prompt: PromptLogprobs | UnsetType = UNSET
         if index not in self._begun:
             self._begun.add(index)
             text = self._echo(index, delta, logprobs)
+            of_prompt = asked_prompt_logprobs(self._body, self._generation.result(delta))
         if not self._prompt_only:
             text += delta.text
             if logprobs is not None and delta.logprobs:
@@ -141,6 +152,7 @@ class _Answer:
             logprobs=logprobs if logprobs is not None and logprobs.tokens else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            prompt_logprobs=of_prompt,
         )
 
     def _logprobs_begin(self, index: int) -> CompletionLogprobs | None:
@@ -158,8 +170,7 @@ class _Answer:
         result = self._generation.result(delta)
         ids = result.prompt_token_ids
         if logprobs is not None:
-            if result.prompt_logprobs is None:
-                raise RequestError("the engine gave no logprobs of the prompt", param="echo")
+            assert result.prompt_logprobs is not None, "asked for, and they come with the first token"
             self._writers[index].write(ids, result.prompt_logprobs, logprobs)
         return self._tokenizer.decode(ids, self._skip_special) if result.prompt is None else result.prompt
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qengine.runtime.results import Logprob, PositionLogprobs
-from qengine.server.responses import ChatLogprob, CompletionLogprobs, TopLogprob
+from msgspec import UNSET, UnsetType
+
+from qengine.runtime.results import Logprob, PositionLogprobs, RequestResult
+from qengine.server.responses import ChatLogprob, CompletionLogprobs, PromptLogprob, PromptLogprobs, TopLogprob
+from qengine.server.schemas import GenerationRequest
 from qengine.text import IncrementalDetokenizer, Tokenizer
 
 
@@ -45,6 +48,24 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], top: int) -> list[ChatL
             )
         )
     return content
+
+
+def asked_prompt_logprobs(body: GenerationRequest, result: RequestResult) -> PromptLogprobs | UnsetType:
+    """What the body's `prompt_logprobs` asks for. Echoed logprobs may have made the engine give more."""
+    top = body.prompt_logprobs
+    if top is None:
+        return UNSET
+    assert result.prompt_logprobs is not None, "asked for, and they come with the first token"
+    return [_with_alternatives(position, top) if position else None for position in result.prompt_logprobs]
+
+
+def _with_alternatives(position: PositionLogprobs, top: int) -> dict[int, PromptLogprob]:
+    chosen = next(iter(position))
+    return {
+        token_id: PromptLogprob(logprob=finite(p.logprob), rank=p.rank, decoded_token=p.decoded_token)
+        for token_id, p in position.items()
+        if token_id == chosen or p.rank <= top
+    }
 
 
 class CompletionLogprobsWriter:

@@ -30,12 +30,23 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    logprob: float | None
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""vLLM's shape: for each token of the prompt the token itself and the likeliest others, by id; null for the first."""
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -87,6 +98,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 

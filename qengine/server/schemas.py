@@ -44,6 +44,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
@@ -203,6 +204,7 @@ _COPIED = (
     "ignore_eos",
     "stop_token_ids",
     "bad_words",
+    "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
@@ -213,6 +215,9 @@ def sampling_fields(body: GenerationRequest) -> dict[str, Any]:
     for what the two endpoints refuse alike; ranges are SamplingParams' own."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        hint, param = "leave stream out; completions stream them with echo and logprobs", "prompt_logprobs"
+        raise RequestError("prompt_logprobs needs a whole answer", param=param, have="stream: true", hint=hint)
     given = {name: getattr(body, name) for name in _COPIED if getattr(body, name) is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]

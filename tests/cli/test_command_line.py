@@ -74,7 +74,7 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve -tp 2", ["--tensor-parallel-size is not built yet"]),
         ("serve --pipeline-parallel-size 2", ["--pipeline-parallel-size is not built yet"]),
         ("serve --swap-space 4", ["--swap-space is not built yet", "have: 4"]),
-        ("serve --cpu-offload-gb 1", ["--cpu-offload-gb is not built yet", "have: 1"]),
+        ("serve --offload-layers *.mlp", ["--offload-layers chooses what --cpu-offload-gb may move"]),
         ("serve --speculative-config {}", ["--speculative-config is not built yet"]),
         ("serve --enable-lora", ["--enable-lora is not built yet"]),
         ("serve --kv-dtyp fp8", ["unknown flag --kv-dtyp", "--kv-dtype"]),
@@ -158,10 +158,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.value.code == 0 and capsys.readouterr().out == f"qengine {__version__}\n"
 
 
-@pytest.mark.parametrize("text", ["", "k", "4x", "1.3", "0.0001k", "0x10", "nan", "inf", "nank", "infG"])
+@pytest.mark.parametrize("text", ["", "k", "4x", "1.3", "0.0001k", "0x10", "nan", "infG", "MiB", "4iB", "4kiB"])
 def test_number_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
         number(text)
+
+
+def test_number_units() -> None:
+    texts = ("512", "32k", "32K", "1.5G", "256MiB", "1.5GiB")
+    assert [number(t) for t in texts] == [512, 32000, 32768, 3 << 29, 256 << 20, 3 << 29]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,30 @@ def test_a_prompt_of_one_token_has_no_logprobs_to_echo(client: openai.OpenAI) ->
     assert found.choices[0].logprobs.token_logprobs[0] is None
 
 
+@pytest.mark.parametrize("asked", [0, 2])
+def test_prompt_logprobs_in_both_endpoints(client: openai.OpenAI, asked: int) -> None:
+    """vLLM's field and shape; they are those that echo gives, and the most that either asks for is computed."""
+    fields = {"extra_body": {"prompt_logprobs": asked}, "model": "toy", "max_tokens": 1, "temperature": 0}
+    found = client.completions.create(prompt="yes", echo=True, logprobs=1, n=2, **fields)  # type: ignore[call-overload]
+    for choice in found.choices:
+        first, *others = choice.prompt_logprobs
+        assert first is None and len(others) == 2
+        echoed = choice.logprobs.token_logprobs[1:3]
+        for position, character, logprob in zip(others, "es", echoed, strict=True):
+            own = position[str(ord(character))]
+            assert own["logprob"] == logprob and own["decoded_token"] == character
+            ranks = {p["rank"] for p in position.values()}
+            assert ranks == {own["rank"], *range(1, asked + 1)}
+    chat = client.chat.completions.create(messages=HI, **fields)  # type: ignore[call-overload]
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    plain = client.completions.create(model="toy", prompt="yes", max_tokens=1)
+    assert "prompt_logprobs" not in plain.choices[0].model_dump()
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs needs a whole answer"):
+        client.completions.create(prompt="yes", stream=True, **fields)  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is out of range"):
+        client.completions.create(model="toy", prompt="yes", extra_body={"prompt_logprobs": 21})
+
+
 def test_what_one_choice_shares_with_the_next_was_not_cached(client: openai.OpenAI) -> None:
     found = client.completions.create(model="toy", prompt="not asked before " * 20, n=3, max_tokens=2, temperature=0)
     assert found.usage.prompt_tokens_details.cached_tokens == 0
