@@ -224,7 +224,7 @@ class Fp8Quant(WeightQuant):
             return OnlineFp8Scheme(Stored("channel", "weight_scale", 2))
         rule = self.config.skip_rule(spec.name)
         note = f"the config skips {rule}, but the file holds it in FP8: the file counts"
-        return Fp8Scheme(stored, notes=() if rule is None else (note,))
+        return Fp8Scheme(stored, notes=(*stored.notes, *(() if rule is None else (note,))))
 
     def expected(self, spec: LinearSpec) -> Mapping[str, TensorInfo] | None:
         """Nothing states the granularity of scales that are no blocks: per tensor is planned, a few bytes less than per
@@ -232,9 +232,11 @@ class Fp8Quant(WeightQuant):
         c = self.config
         if c.at_load or c.skip_rule(spec.name) is not None or stays_dense(spec):
             return None
-        if c.block is not None:
-            return headers_of(Fp8Scheme(Stored("block", "weight_scale_inv", 2, c.block)), spec)
-        stored = Stored("tensor", "weight_scale", 0, input_leaf="input_scale" if c.static else None)
+        block = c.of(spec.name)[0][0].block
+        if block is not None:
+            return headers_of(Fp8Scheme(Stored("block", "weight_scale_inv", 2, block)), spec)
+        leaf = "weight_scale_inv" if c.divides else "weight_scale"
+        stored = Stored("tensor", leaf, 0, input_leaf="input_scale" if c.static else None)
         return headers_of(Fp8Scheme(stored), spec)
 
     def dummy(

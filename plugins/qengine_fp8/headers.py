@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -31,7 +31,7 @@ USUAL_BLOCK = (128, 128)
 @dataclass(frozen=True)
 class Stored:
     """How one module's weight lies in the file. `rank` is that of its scale, `input_rank` that of a static
-    scale; `divides`: the file holds the scale's inverse."""
+    scale; `divides`: the file holds the scale's inverse. `notes`: what the config says otherwise."""
 
     granularity: Granularity
     scale_leaf: str
@@ -40,6 +40,7 @@ class Stored:
     input_leaf: str | None = None
     input_rank: int = 0
     divides: bool = False
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def multiplier(self, scale: torch.Tensor) -> torch.Tensor:
         """float32, of the stored shape: what weights are multiplied by."""
@@ -80,14 +81,31 @@ def read_headers(spec: LinearSpec, tensors: Mapping[str, TensorInfo], config: Fp
         raise ValueError(f"weight is {weight.dtype}; fp8 reads F8_E4M3, or 16-bit weights of modules left unquantised")
     if len(scales) > 1:
         raise ValueError(f"{' and '.join(scales)} are both there; which of them scales the weight is not known")
-    leaf = scales[0] if scales else SCALE_LEAVES[0 if config.block is None else 1]
+    block = config.of(spec.name)[0][0].block
+    leaf = scales[0] if scales else SCALE_LEAVES[0 if block is None and not config.divides else 1]
     input_leaf, input_rank = _static(tensors, config, leaf)
     divides = config.divides and leaf == "weight_scale_inv"
     if not scales:
-        granularity: Granularity = "tensor" if config.block is None else "block"
-        return Stored(granularity, leaf, 0, config.block, input_leaf, input_rank, divides)
-    granularity, block = granularity_of(spec, tensors[leaf], config)
-    return Stored(granularity, leaf, len(tensors[leaf].shape), block, input_leaf, input_rank, divides)
+        return Stored("tensor" if block is None else "block", leaf, 0, block, input_leaf, input_rank, divides)
+    granularity, block, notes = _by_first_that_fits(spec, tensors[leaf], config)
+    return Stored(granularity, leaf, len(tensors[leaf].shape), block, input_leaf, input_rank, divides, notes)
+
+
+def _by_first_that_fits(
+    spec: LinearSpec, scale: TensorInfo, config: Fp8Config
+) -> tuple[Granularity, tuple[int, int] | None, tuple[str, ...]]:
+    """What `granularity_of` says by the module's rule, or by a later one that fits the file, which a note names."""
+    settings = config.of(spec.name)
+    problems: list[ValueError] = []
+    for own, source in settings:
+        try:
+            found = granularity_of(spec, scale, own)
+        except ValueError as e:
+            problems.append(e)
+            continue
+        first = settings[0][1]
+        return *found, (f"{source} is the one that fits the file, not {first} before it",) if problems else ()
+    raise problems[0] if own is config else ValueError(f"{problems[0]} (by {settings[0][1]})")
 
 
 def _static(tensors: Mapping[str, TensorInfo], config: Fp8Config, scale_leaf: str) -> tuple[str | None, int]:

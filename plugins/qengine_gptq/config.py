@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from qengine.plugin.patterns import NamePattern
+from qengine.plugin.patterns import NameRule, read_dynamic
 from qengine_gptq.layout import BITS
 from qengine_gptq.zeros import Stored, ZeroRule
 
@@ -43,22 +43,12 @@ class ModuleConfig:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One entry of `dynamic`: modules whose full name matches `pattern` from its start on. `settings` None: they are
-    not quantised."""
-
-    text: str
-    pattern: NamePattern
-    settings: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
 class GptqConfig:
     """`base` holds for modules that no rule matches; `in_block` are parts of names of quantised modules inside blocks
     (None: all)."""
 
     base: ModuleConfig = ModuleConfig()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[NameRule, ...] = ()
     in_block: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
 
@@ -101,8 +91,8 @@ def read_config(config: Mapping[str, Any] | None) -> GptqConfig:
     static = config.get("static_groups", meta.get("static_groups"))
     base = replace(base, static_groups=bool(static), by_word=made_by_gptqmodel(meta.get("quantizer")))
     return GptqConfig(
-        base, read_rules(config.get("dynamic")), read_in_block(config.get("modules_in_block_to_quantize")),
-        format_notes(config),
+        base, read_dynamic(config.get("dynamic"), read_settings),
+        read_in_block(config.get("modules_in_block_to_quantize")), format_notes(config),
     )  # fmt: skip
 
 
@@ -152,24 +142,6 @@ def format_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     if one is None or other is None or str(one).lower() == str(other).lower():
         return ()
     return (f"checkpoint_format is {one} and format is {other} in one config: the former counts",)
-
-
-def read_rules(dynamic: Any) -> tuple[Rule, ...]:
-    """`dynamic` in file order. A pattern with "-:" takes modules out, one with "+:" or neither overrides."""
-    if not dynamic:
-        return ()
-    if not isinstance(dynamic, Mapping):
-        raise ValueError(f"dynamic {dynamic!r} makes no sense; need: an object of patterns")
-    rules = []
-    for text, value in dynamic.items():
-        pattern = NamePattern("dynamic", text.removeprefix("-:").removeprefix("+:"), text)
-        if text.startswith("-:"):
-            rules.append(Rule(text, pattern, None))
-            continue
-        if not isinstance(value, Mapping):
-            raise ValueError(f"dynamic {text!r} is {value!r}; need: an object of settings")
-        rules.append(Rule(text, pattern, read_settings(value, f"dynamic {text!r}: ")))
-    return tuple(rules)
 
 
 def read_in_block(value: Any) -> tuple[str, ...] | None:

@@ -7,6 +7,9 @@ So every pattern has a budget of time for all the names that it is matched again
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import regex
 
@@ -44,6 +47,40 @@ class NamePattern:
             f"{self.where} {_short(self.shown)} takes more than {SECONDS:g} seconds to match module names: its nested "
             "repeats can be read in endlessly many ways; need: a pattern without them, or the names themselves"
         )
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One entry of a config's `dynamic`: it is about the modules whose full name `pattern` matches from its start on.
+    `settings` None: those are not quantised."""
+
+    text: str
+    pattern: NamePattern
+    settings: Mapping[str, Any] | None
+
+
+def read_dynamic(
+    dynamic: Any, read_settings: Callable[[Mapping[str, Any], str], Mapping[str, Any]]
+) -> tuple[NameRule, ...]:
+    """The rules of `dynamic` in file order, of which the first that matches counts. A pattern with "-:" takes modules
+    out, one with "+:" or neither overrides settings: `read_settings` gets those and the words to begin a message with.
+
+    Raises ValueError naming the entry.
+    """
+    if not dynamic:
+        return ()
+    if not isinstance(dynamic, Mapping):
+        raise ValueError(f"dynamic {dynamic!r} makes no sense; need: an object of patterns")
+    rules = []
+    for text, value in dynamic.items():
+        pattern = NamePattern("dynamic", text.removeprefix("-:").removeprefix("+:"), text)
+        if text.startswith("-:"):
+            rules.append(NameRule(text, pattern, None))
+            continue
+        if not isinstance(value, Mapping):
+            raise ValueError(f"dynamic {text!r} is {value!r}; need: an object of settings")
+        rules.append(NameRule(text, pattern, read_settings(value, f"dynamic {text!r}: ")))
+    return tuple(rules)
 
 
 def _short(text: str) -> str:

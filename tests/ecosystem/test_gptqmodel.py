@@ -97,6 +97,13 @@ QUANTISED: dict[str, Any] = {
     "gptq-3bit-asym": GPTQConfig(bits=3, group_size=64, sym=False, desc_act=False, offload_to_disk=False),
     "fp8-row": FP8Config(),
     "fp8-block": FP8Config(weight_scale_method="block", weight_block_size=[128, 128]),
+    "fp8-dynamic": FP8Config(
+        dynamic={
+            r"-:.*\.1\.mlp\.up_proj": {},
+            r"+:.*o_proj": {"weight_scale_method": "block", "weight_block_size": [64, 32]},
+            r".*(q|k)_proj": {"weight_scale_method": "tensor"},
+        }
+    ),
 }
 
 

@@ -97,6 +97,32 @@ def test_the_file_counts_over_the_skip_list() -> None:
     assert Fp8Quant.parse(PLAIN).scheme_for(SPEC, headers("BF16")) is None
 
 
+DYNAMIC = {
+    "quant_method": "fp8", "weight_scale_semantics": "inverse", "weight_scale_method": "block",
+    "weight_block_size": [128, 128], "dynamic": {
+        "-:.*q_proj": {}, "+:.*k_proj": {"weight_scale_method": "row", "weight_block_size": None},
+        "model": {"weight_block_size": [64, 32]},
+    },
+}  # fmt: skip
+
+
+def test_gptqmodels_rules_for_single_modules() -> None:
+    """The first that matches counts, as with GPTQ; sorted out of order, the one that fits the tensors."""
+    row, small = headers(weight_scale_inv=(192,)), headers(weight_scale_inv=(3, 10))
+    assert scheme_of(DYNAMIC, row).format == "fp8 per channel" and not scheme_of(DYNAMIC, row).notes
+    other = scheme_of(DYNAMIC, small, LinearSpec("model.layers.0.mlp.up_proj", 320, 192))
+    assert other.format == "fp8 block 64x32" and not other.notes and other.stored.divides
+    (note,) = scheme_of(DYNAMIC, small).notes
+    assert "'model' is the one that fits the file, not the dynamic rule '+:.*k_proj'" in note
+    taken_out = LinearSpec("model.layers.0.self_attn.q_proj", 320, 192)
+    assert Fp8Quant.parse(DYNAMIC).scheme_for(taken_out, headers("BF16")) is None
+    assert "the config skips -:.*q_proj, but the file holds it" in scheme_of(DYNAMIC, small, taken_out).notes[0]
+    assert scheme_of(DYNAMIC, headers(weight_scale_inv=(2, 3)), LinearSpec("head", 320, 192)).format.endswith("128x128")
+    with pytest.raises(ValueError, match=r"neither .* \(by the dynamic rule '\+:\.\*k_proj'\)"):
+        scheme_of(DYNAMIC, headers(weight_scale_inv=(2, 2)))
+    assert [need.leaf for need in scheme_of(DYNAMIC, headers()).tensors(SPEC)] == ["weight", "weight_scale_inv"]
+
+
 def test_without_a_config_dense_weights_are_converted() -> None:
     scheme = scheme_of(None, headers("BF16"))
     assert isinstance(scheme, OnlineFp8Scheme) and scheme.format == "fp8 per channel, made at load"
