@@ -68,7 +68,15 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_slots_wasted: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_blocks_cached: int = 0
+    num_swapped: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     num_preemptions: int = 0
+    preemptions_swapped: int = 0
+    recomputed_tokens: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     nonfinite_requests: int = 0

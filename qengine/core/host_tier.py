@@ -18,6 +18,20 @@ from qengine.core.pool import BlockPool, IntegrityError
 from qengine.core.prefix import PrefixIndex, PrefixNode
 from qengine.core.swap_policy import SwapPolicy
 
+STAGE_BYTES = 16 << 20
+STAGES = 2
+"""Buffers on the device for each direction: one is filled while the other is emptied."""
+
+
+def stage_rows(block_bytes: int) -> int:
+    """Blocks that one buffer holds."""
+    return max(1, STAGE_BYTES // block_bytes)
+
+
+def stage_bytes(block_bytes: int) -> int:
+    """Device memory of all buffers, for blocks of so many bytes (over all layers)."""
+    return 2 * STAGES * stage_rows(block_bytes) * block_bytes
+
 
 @dataclass(slots=True, eq=False)
 class Parked:
@@ -33,12 +47,17 @@ class Parked:
     complete: bool = True
 
 
-@dataclass
-class SwapCounters:
-    """Blocks, since the start."""
+@dataclass(frozen=True)
+class HostStats:
+    """Blocks of host memory at one moment; `num_parked` preempted requests have theirs there. `moved_out` and
+    `moved_in`: blocks that were copied since the start."""
 
-    out: int = 0
-    back: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    num_parked: int = 0
+    moved_out: int = 0
+    moved_in: int = 0
 
 
 class HostTier:
@@ -48,7 +67,8 @@ class HostTier:
         self.pool = BlockPool(num_blocks + 1)
         self.index = PrefixIndex(num_groups, num_blocks + 1)
         self.policy = policy
-        self.counters = SwapCounters()
+        self.moved_out = 0
+        self.moved_in = 0
         self.keeps_prefixes = policy.keeps(num_groups, block_size)
         self._parked: dict[str, Parked] = {}
         self._claims: dict[int, list[tuple[Parked, int, int]]] = {}
@@ -108,7 +128,7 @@ class HostTier:
         host = self.pool.take()
         self.index.forget(host)
         self._outs[host] = block
-        self.counters.out += 1
+        self.moved_out += 1
         return host
 
     # Back to the device
@@ -151,7 +171,7 @@ class HostTier:
     def bring(self, host: int, block: int) -> None:
         """Copy a held host block to a block of the device."""
         self._ins.append((host, block))
-        self.counters.back += 1
+        self.moved_in += 1
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(device block, host block) to copy out, then (host block, device block) to copy in. Each comes once."""
@@ -176,6 +196,12 @@ class HostTier:
     def num_parked(self) -> int:
         """Preempted requests whose K/V is kept."""
         return len(self._parked)
+
+    def stats(self) -> HostStats:
+        pool = self.pool
+        return HostStats(
+            pool.num_usable, pool.num_used, pool.num_kept, self.num_parked, self.moved_out, self.moved_in
+        )
 
     def check(self, findable: set[int]) -> None:
         """Raise IntegrityError unless free + cached + in use = all here too, every reference is that of a preempted

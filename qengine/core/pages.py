@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from qengine.core.holding import NEVER, Holding, KVStats
-from qengine.core.host_tier import HostTier
+from qengine.core.host_tier import HostStats, HostTier
 from qengine.core.pool import NULL_BLOCK, BlockPool, IntegrityError
 from qengine.core.prefix import PrefixHit, PrefixIndex, extend_chain
 from qengine.core.request import Request, Status
@@ -371,6 +371,9 @@ class KVCacheManager:
             slots_allocated=pool.num_used * block_size,
             slots_wasted=wasted,
         )
+
+    def host_stats(self) -> HostStats:
+        return HostStats() if self.host is None else self.host.stats()
 
     def check(self) -> None:
         """Raise IntegrityError unless free + cached + in use = all and every reference belongs to a block table."""

@@ -168,6 +168,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         s, p = self.scheduler, self.pages.stats()
+        host, moved = self.pages.host_stats(), self.runner.host.block_bytes if self.runner.host is not None else 0
         return EngineStats(
             time=time.monotonic(),
             steps=self.steps,
@@ -181,7 +182,15 @@ class Engine:
             kv_slots_wasted=p.slots_wasted,
             prefix_cache_queries=s.counters.prefix_queries,
             prefix_cache_hits=s.counters.prefix_hits,
+            host_blocks_total=host.blocks_total,
+            host_blocks_used=host.blocks_used,
+            host_blocks_cached=host.blocks_cached,
+            num_swapped=host.num_parked,
+            swapped_out_bytes=host.moved_out * moved,
+            swapped_in_bytes=host.moved_in * moved,
             num_preemptions=s.counters.preemptions,
+            preemptions_swapped=s.counters.preemptions_swapped,
+            recomputed_tokens=s.counters.recomputed_tokens,
             prompt_tokens=s.counters.prompt_tokens,
             generation_tokens=s.counters.generation_tokens,
             nonfinite_requests=s.counters.nonfinite_requests,

@@ -15,23 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from qengine.core.host_tier import STAGES, stage_rows
 from qengine.runtime.pinned import PinnedMemory
 
-STAGE_BYTES = 16 << 20
-STAGES = 2
-"""Buffers of each direction: one is filled while the other is emptied."""
 UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 Pairs = Sequence[tuple[int, int]]
-
-
-def stage_rows(block_bytes: int) -> int:
-    """Blocks that one buffer holds."""
-    return max(1, STAGE_BYTES // block_bytes)
-
-
-def stage_bytes(block_bytes: int) -> int:
-    """Device memory of all buffers, for blocks of so many bytes (over all layers)."""
-    return 2 * STAGES * stage_rows(block_bytes) * block_bytes
 
 
 class Stage:
@@ -50,6 +38,7 @@ class HostBlocks:
         widths = [t.shape[1] for t in storage]
         unit = next(u for u in UNITS if all(width % u.itemsize == 0 for width in widths))
         self.storage = [t.view(unit) for t in storage]
+        self.num_blocks = num_blocks
         self.block_bytes = sum(widths)
         self.nbytes = num_blocks * self.block_bytes
         self._pinned = PinnedMemory(self.nbytes, device)

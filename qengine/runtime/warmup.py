@@ -94,6 +94,17 @@ def step_sizes(batched_tokens: int, max_num_seqs: int, longest: int) -> list[lis
     return steps
 
 
+def time_prefill(runner: Runner, batched_tokens: int, max_model_len: int) -> float:
+    """Seconds for each token of the longest step that one prompt can fill, the better of two; once warmed up."""
+    tokens = max(1, min(batched_tokens, max_model_len - 1))
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        _run(runner, [tokens], max_model_len - 1)
+        times.append(time.perf_counter() - start)
+    return min(times) / tokens
+
+
 def _run(runner: Runner, query_lens: Sequence[int], longest: int) -> None:
     """One step of these lengths. Sequences that prefill have a cached beginning where there is room for it."""
     groups, size = runner.inputs.num_groups, runner.cache.block_size

@@ -56,11 +56,23 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
         "Share of allocated token slots that are not written",
         lambda s: _share(s.kv_slots_wasted, s.kv_slots_allocated),
     ),
+    ("num_requests_swapped", "Preempted requests whose K/V waits in host memory", lambda s: s.num_swapped),
+    (
+        "cpu_cache_usage_perc",
+        "Usage of the KV blocks in host memory by preempted requests, 1 means full",
+        lambda s: _share(s.host_blocks_used, s.host_blocks_total),
+    ),
+    ("cpu_cache_blocks", "KV blocks in host memory", lambda s: s.host_blocks_total),
+    ("cpu_cache_blocks_cached", "KV blocks in host memory kept for prefix hits", lambda s: s.host_blocks_cached),
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
     ("num_preemptions", "Preemptions", lambda s: s.num_preemptions),
+    ("num_preemptions_swapped", "Preemptions after which K/V was kept", lambda s: s.preemptions_swapped),
+    ("recomputed_tokens", "Tokens that preempted requests had to compute again", lambda s: s.recomputed_tokens),
+    ("kv_swap_out_bytes", "Bytes of K/V copied to host memory", lambda s: s.swapped_out_bytes),
+    ("kv_swap_in_bytes", "Bytes of K/V copied back from host memory", lambda s: s.swapped_in_bytes),
     ("prompt_tokens", "Prompt tokens processed", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated", lambda s: s.generation_tokens),
     ("nonfinite_requests", "Requests ended because their logits were not finite", lambda s: s.nonfinite_requests),

@@ -43,10 +43,10 @@ def test_preempted_requests_go_on_where_they_stood(caching: bool, late: bool) ->
     else:
         streams = drain(scheduler, Watching(simulator.manager, resumed))
     assert all(streams[r.request_id] == solo(r) for r in requests)
-    counters, moved = scheduler.counters, tier(scheduler).counters
+    counters, moved = scheduler.counters, tier(scheduler)
     assert counters.preemptions == counters.preemptions_swapped > 0
     assert counters.recomputed_tokens == 0
-    assert moved.out > 0 < moved.back
+    assert moved.moved_out > 0 < moved.moved_in
     assert late or set(resumed) == {1}, "a resumed request decodes at once"
     assert tier(scheduler).num_parked == 0 == tier(scheduler).pool.num_used
 
@@ -83,7 +83,7 @@ def test_an_evicted_prefix_is_found_in_host_memory() -> None:
     drain(scheduler, simulator)
     add_all(scheduler, [Request("other", [8] * 80, 8)])
     drain(scheduler, simulator)
-    assert tier(scheduler).counters.out >= 3
+    assert tier(scheduler).moved_out >= 3
     again = add_all(scheduler, [Request("again", [7] * 48, 8)])[0]
     streams = drain(scheduler, simulator)
     assert streams["again"] == solo(again) == first.output_token_ids
@@ -103,7 +103,7 @@ def test_a_block_that_is_still_there_is_not_copied() -> None:
     streams = drain(scheduler, simulator)
     assert all(streams[r.request_id] == solo(r) for r in requests)
     assert scheduler.counters.preemptions_swapped == 1
-    assert 0 < tier(scheduler).counters.out <= 3
+    assert 0 < tier(scheduler).moved_out <= 3
 
 
 def test_auto_compares_costs() -> None:
@@ -116,7 +116,7 @@ def test_auto_compares_costs() -> None:
     requests = add_all(scheduler, crowd())
     streams = drain(scheduler, simulator)
     assert all(streams[r.request_id] == solo(r) for r in requests)
-    assert tier(scheduler).counters.out == 0, "moving costs more than computing: the host is left alone"
+    assert tier(scheduler).moved_out == 0, "moving costs more than computing: the host is left alone"
     with pytest.raises(ValueError, match="measured"):
         SwapPolicy("auto")
 
@@ -294,5 +294,5 @@ def tell(story: dict[str, Any], seen: Counter[str]) -> None:
         seen["aborts"] += request.finish_reason is FinishReason.ABORT
     stats, host = scheduler.manager.stats(), tier(scheduler)
     assert stats.blocks_used == 0 == host.pool.num_used == host.num_parked
-    seen.update(out=host.counters.out, back=host.counters.back)
+    seen.update(out=host.moved_out, back=host.moved_in)
     seen.update(parked=scheduler.counters.preemptions_swapped, recomputed=scheduler.counters.recomputed_tokens)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qengine.runtime import kv_host
-from qengine.runtime.kv_host import HostBlocks, stage_bytes, stage_rows
+from qengine.core import host_tier
+from qengine.core.host_tier import stage_bytes, stage_rows
+from qengine.runtime.kv_host import HostBlocks
 
 WIDTHS = {"words": (96, 40, 512), "odd": (7, 96, 33), "one": (64,)}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -20,7 +21,7 @@ def storage(widths: tuple[int, ...], blocks: int, device: str) -> list[torch.Ten
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
 def test_blocks_come_back_bit_equal(widths: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_host, "STAGE_BYTES", 3 * sum(widths))  # several buffers full in one call
+    monkeypatch.setattr(host_tier, "STAGE_BYTES", 3 * sum(widths))  # several buffers full in one call
     store = storage(widths, 20, device)
     before = [t.clone() for t in store]
     host = HostBlocks(store, 12)

@@ -1,0 +1,138 @@
+"""KV swap (`--swap-space`): its host memory in the plan, its costs measured at start, and what the report says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from qengine.config import EngineConfig
+from qengine.core.host_tier import HostTier
+from qengine.core.memory import format_bytes
+from qengine.core.pages import KVCacheManager
+from qengine.core.swap_policy import SwapCosts, SwapMode, SwapPolicy
+from qengine.errors import CapacityError, ConfigError
+from qengine.runtime.kv_host import HostBlocks
+from qengine.runtime.report import gib
+from qengine.runtime.runner import Runner
+from qengine.runtime.warmup import time_prefill
+
+GIB = 1 << 30
+MEASURED_BYTES = 64 << 20
+"""Copied to measure the bandwidth, at most."""
+REPEATS = 3
+
+
+def swap_bytes(config: EngineConfig, on_gpu: bool, block_bytes: int, host_free: int | None) -> int:
+    """Host bytes that `--swap-space` asks for. Raises ConfigError where there is no use or no room for it; `host_free`
+    is what may be taken, None: not known."""
+    asked = int(config.swap_space * GIB)
+    if not config.swap_space:
+        return 0
+    if not on_gpu:
+        raise ConfigError(
+            "--swap-space moves KV blocks from a GPU to host memory, where --device cpu has them anyway",
+            have="--device cpu",
+            need="a GPU",
+            hint="a larger --kv-cache-memory-bytes holds more there",
+        )
+    if asked < block_bytes:
+        raise ConfigError(
+            "--swap-space does not hold one KV block",
+            have=f"{format_bytes(asked)}",
+            need=f"{format_bytes(block_bytes)}",
+            hint=f"--swap-space {_rounded_up(block_bytes)}, or 0",
+        )
+    if host_free is not None and asked > host_free:
+        fits = host_free // GIB
+        raise ConfigError(
+            "--swap-space is more than host memory has free",
+            have=f"{format_bytes(host_free)} that may be taken",
+            need=f"{format_bytes(asked)}, pinned",
+            hint=f"--swap-space {fits}" if fits else "--swap-space 0",
+        )
+    return asked
+
+
+def _rounded_up(nbytes: int) -> float:
+    """The fewest hundredths of a GiB that hold so many bytes."""
+    return -(-nbytes * 100 // GIB) / 100
+
+
+def take_host_memory(runner: Runner, num_blocks: int) -> HostBlocks:
+    """Pin memory for `num_blocks` blocks and give it to the runner. Raises CapacityError when the system refuses."""
+    try:
+        host = HostBlocks(runner.cache.storage, num_blocks)
+    except (CapacityError, MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
+            raise
+        need = format_bytes(num_blocks * runner.cache.nbytes // len(runner.cache.storage[0]))
+        raise CapacityError(
+            "host memory for --swap-space could not be pinned",
+            have=" ".join(str(e).split()),
+            need=f"{need}, page-locked",
+            hint="a smaller --swap-space",
+        ) from e
+    runner.host = host
+    return host
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of what swapping and computing take here, and of copies of one block alone."""
+
+    costs: SwapCosts
+    out: float
+    back: float
+
+
+def measure(runner: Runner, host: HostBlocks, batched_tokens: int, max_model_len: int) -> Measured:
+    """Copy the null block out and back, one and many at a time, and run the longest prefill of one request."""
+    most = min(max(2, MEASURED_BYTES // host.block_bytes), host.num_blocks)
+    out_one, back_one = _time_copies(host, 1)
+    out_many, back_many = _time_copies(host, most)
+    out, back = (max(many - one, 1e-9) / max(1, most - 1) for many, one in ((out_many, out_one), (back_many, back_one)))
+    start = max(0.0, out_one + back_one - out - back)
+    token = time_prefill(runner, batched_tokens, max_model_len)
+    runner.cache.zero_blocks([0])
+    return Measured(SwapCosts(out + back, start, token), out, back)
+
+
+def _time_copies(host: HostBlocks, count: int) -> tuple[float, float]:
+    """Seconds of the fastest of some copies of the null block, out to `count` host blocks and back."""
+    pairs = [(0, block) for block in range(1, count + 1)]
+    turned = [(block, 0) for block in range(1, count + 1)]
+
+    def best(copy: Callable[[], None]) -> float:
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            copy()
+            if host.device.type == "cuda":
+                torch.cuda.synchronize(host.device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    with torch.inference_mode():
+        return best(lambda: host.copy_out(pairs)), best(lambda: host.copy_in(turned))
+
+
+def start_swapping(pages: KVCacheManager, host: HostBlocks, mode: SwapMode, measured: Measured) -> list[str]:
+    """Let the KV manager use the host's blocks from now on. Returns lines for the start-up report."""
+    policy = SwapPolicy(mode, measured.costs)
+    groups = len(pages.groups)
+    pages.host = HostTier(host.num_blocks, groups, pages.block_size, policy)
+    costs, tokens = measured.costs, pages.block_size
+    out, back = (host.block_bytes / seconds / 1e9 for seconds in (measured.out, measured.back))
+    moving, computing = costs.of_moving(groups) * 1e3, costs.of_computing(tokens) * 1e3
+    lines = [
+        f"KV swap: {gib(host.nbytes)} of host memory, {host.num_blocks:,} blocks, "
+        f"{host.num_blocks // groups * tokens:,} tokens; policy {mode}",
+        f"KV swap measured: {out:.1f} GB/s out, {back:.1f} GB/s back; {tokens} tokens out and back {moving:.3f} ms "
+        f"({costs.move * groups * 1e3:.3f} ms each of many), computed again {computing:.3f} ms",
+    ]
+    if mode == "auto" and not policy.keeps(groups, tokens):
+        lines.append("WARNING: computing K/V again is quicker here than copying it: --swap-space is hardly used")
+    return lines
