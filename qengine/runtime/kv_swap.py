@@ -1,4 +1,4 @@
-"""KV swap (`--swap-space`): its host memory in the plan, its costs measured at start, and what the report says."""
+"""KV swap (`--swap-space`): taking its host memory, measuring its costs, and starting it."""
 
 from __future__ import annotations
 
@@ -8,61 +8,26 @@ from dataclasses import dataclass
 
 import torch
 
-from qengine.config import EngineConfig
 from qengine.core.host_tier import HostTier
 from qengine.core.memory import format_bytes
 from qengine.core.pages import KVCacheManager
 from qengine.core.swap_policy import SwapCosts, SwapMode, SwapPolicy
-from qengine.errors import CapacityError, ConfigError
+from qengine.errors import CapacityError
 from qengine.runtime.kv_host import HostBlocks
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
 from qengine.runtime.warmup import time_prefill
 
-GIB = 1 << 30
 MEASURED_BYTES = 64 << 20
 """Copied to measure the bandwidth, at most."""
 REPEATS = 3
 
 
-def swap_bytes(config: EngineConfig, on_gpu: bool, block_bytes: int, host_free: int | None) -> int:
-    """Host bytes that `--swap-space` asks for. Raises ConfigError where there is no use or no room for it; `host_free`
-    is what may be taken, None: not known."""
-    asked = int(config.swap_space * GIB)
-    if not config.swap_space:
-        return 0
-    if not on_gpu:
-        raise ConfigError(
-            "--swap-space moves KV blocks from a GPU to host memory, where --device cpu has them anyway",
-            have="--device cpu",
-            need="a GPU",
-            hint="a larger --kv-cache-memory-bytes holds more there",
-        )
-    if asked < block_bytes:
-        raise ConfigError(
-            "--swap-space does not hold one KV block",
-            have=f"{format_bytes(asked)}",
-            need=f"{format_bytes(block_bytes)}",
-            hint=f"--swap-space {_rounded_up(block_bytes)}, or 0",
-        )
-    if host_free is not None and asked > host_free:
-        fits = host_free // GIB
-        raise ConfigError(
-            "--swap-space is more than host memory has free",
-            have=f"{format_bytes(host_free)} that may be taken",
-            need=f"{format_bytes(asked)}, pinned",
-            hint=f"--swap-space {fits}" if fits else "--swap-space 0",
-        )
-    return asked
-
-
-def _rounded_up(nbytes: int) -> float:
-    """The fewest hundredths of a GiB that hold so many bytes."""
-    return -(-nbytes * 100 // GIB) / 100
-
-
-def take_host_memory(runner: Runner, num_blocks: int) -> HostBlocks:
-    """Pin memory for `num_blocks` blocks and give it to the runner. Raises CapacityError when the system refuses."""
+def take_host_memory(runner: Runner, num_blocks: int) -> HostBlocks | None:
+    """Pin memory for `num_blocks` blocks, if any, and give it to the runner. Raises CapacityError when the system
+    refuses."""
+    if not num_blocks:
+        return None
     try:
         host = HostBlocks(runner.cache.storage, num_blocks)
     except (CapacityError, MemoryError, RuntimeError) as e:

@@ -128,6 +128,7 @@ def test_a_wrong_copy_is_seen(folders: dict[str, Path], large: Engine) -> None:
 def test_costs_are_measured_and_said(folders: dict[str, Path], large: Engine) -> None:
     engine = small(large, folders["full"])
     host = take_host_memory(engine.runner, 20)
+    assert host is not None and take_host_memory(engine.runner, 0) is None
     found = measure(engine.runner, host, 64, PROMPT + NEW)
     assert found.costs.move > 0 and found.costs.token > 0 and found.costs.start >= 0
     assert found.costs.move == pytest.approx(found.out + found.back)
