@@ -141,3 +141,23 @@ def test_costs_are_measured_and_said(folders: dict[str, Path], large: Engine) ->
     stats = engine.stats()
     assert stats.num_preemptions > stats.preemptions_swapped == 0 == stats.swapped_out_bytes
     assert not any(bool(t[0].any()) for t in engine.runner.cache.storage), "the null block is clean again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_the_flag_on_a_gpu(folders: dict[str, Path], eager: bool) -> None:
+    """Asked and done; the plan holds; steps of resumed requests are replayed like all others."""
+    options = {"device": "cuda", "dtype": "half", "enforce_eager": eager}
+    large = toy_engine(folders["full"], **options)
+    want = crowd(large)
+    engine = small(large, folders["full"], swap_space=0.05, swap_policy="swap", **options)
+    report = "\n".join(engine.facts.report)
+    blocks = int(0.05 * 2**30) // (large.runner.cache.nbytes // large.pages.pool.num_blocks)
+    assert f"KV swap: 51.2 MiB of host memory, {blocks:,} blocks" in report and "policy swap" in report
+    assert "KV swap measured: " in report and "apart" in report
+    assert not [line for line in engine.facts.report if line.startswith("WARNING") and "apart" in line]
+    assert engine.runner.host is not None and engine.runner.host.memory.is_pinned()
+    assert crowd(engine) == want
+    stats = engine.stats()
+    assert stats.preemptions_swapped == stats.num_preemptions > 0 == stats.recomputed_tokens
+    assert stats.swapped_in_bytes > 0
