@@ -7,10 +7,13 @@ so a broken or clashing one matters only to the run that names it. `check_plugin
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import traceback as tracebacks
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -138,8 +141,28 @@ def _kinds(kind: Kind | None) -> Sequence[Kind]:
 
 
 def _found(kind: Kind) -> list[tuple[PluginRecord, metadata.EntryPoint]]:
+    return list(_installed(tuple((folder, _changed(folder)) for folder in sys.path))[kind])
+
+
+def _changed(folder: str) -> int | None:
+    """When something was last put into a folder of sys.path or taken out; None: there is no such folder."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _installed(folders: object) -> dict[Kind, list[tuple[PluginRecord, metadata.EntryPoint]]]:
+    """Every registered plugin, read anew when `folders` are others: reading the metadata of some hundred distributions
+    takes longer than anything else in the start of a small model, and a start asks a dozen times."""
+    entries = metadata.entry_points()
+    return {kind: _records(kind, entries.select(group=group)) for kind, group in GROUPS.items()}
+
+
+def _records(kind: Kind, entries: Iterable[metadata.EntryPoint]) -> list[tuple[PluginRecord, metadata.EntryPoint]]:
     found = []
-    for entry in metadata.entry_points(group=GROUPS[kind]):
+    for entry in entries:
         dist = entry.dist
         name, version = (dist.name, dist.version) if dist is not None else ("unknown", "?")
         found.append((PluginRecord(kind, entry.name, name, version, entry.value), entry))
