@@ -122,6 +122,34 @@ class EngineConfig:
         group=MEMORY,
         metavar="N|auto",
     )
+    cpu_offload_gb: float | None = option(
+        0.0,
+        "GiB of weights to keep in pinned host memory, in whole decoder layers spread over the model; every step "
+        "copies them to the GPU ahead of use. auto: as few as it takes",
+        group=MEMORY,
+        metavar="N|auto",
+    )
+    offload_layers: str | None = option(
+        None,
+        "What --cpu-offload-gb may move: names of modules or patterns, such as *.mlp,model.layers.1?. Default: all "
+        "linears of all decoder layers. The experts of a layer go together",
+        group=MEMORY,
+        metavar="NAMES",
+    )
+    swap_space: float = option(
+        0.0,
+        "GiB of pinned host memory for KV blocks of preempted sequences and evicted prefixes, which come back as they "
+        "were. 0: none, that memory belongs to others unless asked for",
+        group=MEMORY,
+        metavar="GIB",
+    )
+    swap_policy: str = option(
+        "auto",
+        "What becomes of preempted sequences with --swap-space: swap, recompute, or auto, whichever was quicker when "
+        "measured at start",
+        group=MEMORY,
+        choices=("auto", "swap", "recompute"),
+    )
     enable_prefix_caching: bool = option(True, "Reuse cached blocks of equal prefixes", group=SCHEDULING)
     max_num_seqs: int = option(256, "Most sequences in one step", group=SCHEDULING)
     max_num_batched_tokens: int | None = option(
@@ -137,14 +165,6 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-tp",))
     pipeline_parallel_size: int = option(1, "Only 1 for now", group=NOT_BUILT, flags=("-pp",))
-    swap_space: float = option(0.0, "KV swap to host memory; only 0 for now", group=NOT_BUILT)
-    cpu_offload_gb: float | None = option(
-        0.0,
-        "GiB of weights to keep in host memory, in whole decoder layers; auto: as much as it takes. Planned by "
-        "`qengine plan`, refused by serving for now",
-        group=NOT_BUILT,
-        metavar="N|auto",
-    )
     speculative_config: str | None = option(None, "Speculative decoding; refused for now", group=NOT_BUILT)
     enable_lora: bool = option(False, "LoRA adapters; refused for now", group=NOT_BUILT)
 
@@ -157,8 +177,6 @@ def options(cls: type) -> list[tuple[dataclasses.Field[Any], Option]]:
     return [(f, f.metadata[OPTION]) for f in dataclasses.fields(cls) if OPTION in f.metadata]
 
 
-PLANNED_ONLY = ("cpu_offload_gb",)
-"""Options that `qengine plan` takes and serving refuses."""
 TYPE_NAMES = {str: "a text", int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None"}
 LEAST = {
     "block_size": 1,
@@ -187,7 +205,7 @@ def check_config(c: EngineConfig) -> None:
         value = getattr(c, f.name)
         flag = "--" + f.name.replace("_", "-")
         _check_value(flag, value, hints[f.name])
-        if opt.group == NOT_BUILT and f.name not in PLANNED_ONLY and value != f.default:
+        if opt.group == NOT_BUILT and value != f.default:
             raise ConfigError(f"{flag} is not built yet", have=value, need=f.default, hint=f"leave {flag} out")
         if opt.choices and value not in opt.choices:
             raise ConfigError(f"{flag}: unknown value", have=repr(value), need=" | ".join(opt.choices))
@@ -201,21 +219,15 @@ def check_config(c: EngineConfig) -> None:
         raise ConfigError("--gpu-memory-utilization is a share", have=c.gpu_memory_utilization, need="0 < x <= 1")
     if c.cpu_offload_gb is not None and not 0 <= c.cpu_offload_gb < 2**30:
         raise ConfigError("--cpu-offload-gb is out of range", have=c.cpu_offload_gb, need="0 or more GiB, or auto")
+    if c.offload_layers is not None and c.cpu_offload_gb == 0:
+        raise ConfigError(
+            "--offload-layers chooses what --cpu-offload-gb may move", have="--cpu-offload-gb 0", need="N or auto"
+        )
+    if not 0 <= c.swap_space < 2**30:
+        raise ConfigError("--swap-space is out of range", have=c.swap_space, need="0 or more GiB")
+    if c.swap_policy == "swap" and not c.swap_space:
+        raise ConfigError("--swap-policy swap needs host memory", have="--swap-space 0", need="--swap-space GIB")
     if not -(2**63) <= c.seed < 2**64:
         raise ConfigError("--seed is out of range", have=c.seed, need="a 64-bit integer")
     if c.revision is not None and c.model is None:
         raise ConfigError("--revision is for hub models, and no model is named", hint="--model NAME")
-
-
-def refuse_planned_only(c: EngineConfig) -> None:
-    """Raise ConfigError for an option that can be planned with and not served with."""
-    for f, _ in options(EngineConfig):
-        if f.name in PLANNED_ONLY and getattr(c, f.name) != f.default:
-            flag = "--" + f.name.replace("_", "-")
-            value = getattr(c, f.name)
-            raise ConfigError(
-                f"{flag} is not built yet",
-                have="auto" if value is None else value,
-                need=f.default,
-                hint=f"leave {flag} out; `qengine plan` shows what it will bring",
-            )

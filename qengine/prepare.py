@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from qengine.config import EngineConfig, refuse_planned_only
+from qengine.config import EngineConfig
 
 Say = Callable[[str], None]
 
@@ -29,7 +29,6 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     from qengine.runtime.pickled import with_safetensors
 
     # First, so that a name that cannot work costs no download.
-    refuse_planned_only(config)
     if config.quantization is not None:
         load_plugin("weight", config.quantization)
     asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)

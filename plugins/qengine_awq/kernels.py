@@ -103,6 +103,9 @@ class AwqCudaExperts(ExpertsOp):
         op.kernel = describe("Triton W4A16", self.most_pairs)
         return op
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None
         return grouped_matmul(

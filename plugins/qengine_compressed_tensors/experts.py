@@ -71,6 +71,9 @@ class PackedCudaExperts(GroupedExperts):
         self.bits = op.bits
         return True
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         return self._grouped(self.experts, UNPACK[self.bits], x, pairs, combine)
 
@@ -88,6 +91,9 @@ class Int8CudaExperts(GroupedExperts):
         op.weight = self.experts.put(expert, op.weight)
         op.kernel = describe("Triton W8A16 on int8 weights", self.most_pairs)
         return op
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         return self._grouped(self.experts, int8_decode, x, pairs, combine)
@@ -111,6 +117,9 @@ class Fp8CudaExperts(GroupedExperts):
         op = self.bind_one(shards, lambda weight: self.experts.put(expert, weight))
         op.kernel = describe("Triton W8A16 on FP8 weights", self.most_pairs)
         return op
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         return self._grouped(self.experts, e4m3_decode_finite, x, pairs, combine)

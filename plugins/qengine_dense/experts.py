@@ -27,6 +27,9 @@ class DenseCudaExperts(ExpertsOp):
         op.kernel = describe(f"{str(self.dtype).removeprefix('torch.')} Triton", self.most_pairs)
         return op
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None
         return grouped_matmul(

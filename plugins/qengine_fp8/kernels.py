@@ -69,6 +69,9 @@ class Fp8CudaExperts(ExpertsOp):
         op.kernel = describe("weight-only FP8: Triton W8A16", self.most_pairs)
         return op
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None
         return grouped_matmul(

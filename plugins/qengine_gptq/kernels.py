@@ -157,6 +157,9 @@ class GptqCudaExperts(ExpertsOp):
         self.bits = op.bits
         return True
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None
         return grouped_matmul(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from qengine.cli.options import UNITS_NOTE, add_options, config_from, take_model
-from qengine.config import EngineConfig, refuse_planned_only
+from qengine.config import EngineConfig
 from qengine.core.kv_map import read_kv_map
 from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
@@ -30,7 +30,6 @@ def run(args: argparse.Namespace) -> int:
     take_model(args)
     engine_config = config_from(EngineConfig, args)
     server_config = config_from(ServerConfig, args)
-    refuse_planned_only(engine_config)
 
     # Names are looked up here, at once and without importing torch; the engine's process loads the plugins.
     if engine_config.quantization is not None:

@@ -1,40 +1,41 @@
 """Which decoder layers live in host memory, and what that leaves on the device. Pure arithmetic.
 
-Offloaded layers are copied into two buffers in turn, each as large as the largest of them, so that one is filled while
-the other is computed with. They are spread evenly over the model, so that copies and computation overlap.
+Offloaded layers are copied into two buffers in turn, so that one is filled while the other is computed with. They are
+spread evenly over the model, so that copies and computation overlap. Every step copies all of them, experts included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+GIB = 1 << 30
 BUFFERS = 2
+ALIGNMENT = 256
+"""Bytes. Each tensor of a layer begins at a multiple of it, in host memory and in the buffers."""
 
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """The linears of one decoder layer: `nbytes` that they keep, `step_bytes` of these that a step of one sequence
-    reads (fewer in a mixture of experts)."""
+    """What of one decoder layer may leave the device, and the bytes that it keeps."""
 
     name: str
     nbytes: int
-    step_bytes: int
 
 
 @dataclass(frozen=True)
 class Offload:
-    """`units` are indices of offloaded layers, ascending; `nbytes` what they keep in host memory, `step_bytes` what a
-    step of one sequence copies, `buffers` what the copies need on the device."""
+    """`units` are indices of offloaded layers, ascending; `nbytes` what they keep in host memory, `buffers` what the
+    copies need on the device, `step_bytes` what each step copies."""
 
     units: tuple[int, ...] = ()
     nbytes: int = 0
-    step_bytes: int = 0
     buffers: int = 0
+    step_bytes: int = 0
 
     @property
     def saved(self) -> int:
-        """Device memory that becomes free; below zero where the buffers take more than the layers did."""
+        """Device memory that becomes free: nothing for the first two layers, which have a buffer each."""
         return self.nbytes - self.buffers
 
 
@@ -43,22 +44,58 @@ def spread(count: int, chosen: int) -> tuple[int, ...]:
     return tuple(i * count // chosen for i in range(chosen))
 
 
+def by_buffer(sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Of offloaded layers of these bytes, in order, those that go to each buffer: layer i to buffer i % BUFFERS."""
+    return [sizes[i::BUFFERS] for i in range(min(BUFFERS, len(sizes)))]
+
+
+def buffer_sizes(sizes: Sequence[int]) -> list[int]:
+    """Bytes of each buffer."""
+    return [max(own) for own in by_buffer(sizes)]
+
+
+def copied_bytes(sizes: Sequence[int]) -> int:
+    """What each step copies of such layers: one that has a buffer of its own stays there."""
+    return sum(sum(own) for own in by_buffer(sizes) if len(own) > 1)
+
+
 def offload_layers(units: Sequence[OffloadUnit], chosen: int) -> Offload:
     """Offload so many layers."""
     picked = spread(len(units), chosen)
-    own = [units[i] for i in picked]
-    return Offload(
-        picked,
-        sum(unit.nbytes for unit in own),
-        sum(unit.step_bytes for unit in own),
-        BUFFERS * max((unit.nbytes for unit in own), default=0),
-    )
+    sizes = [units[i].nbytes for i in picked]
+    return Offload(picked, sum(sizes), sum(buffer_sizes(sizes)), copied_bytes(sizes))
+
+
+def choices(units: Sequence[OffloadUnit]) -> Iterator[Offload]:
+    """What can be asked for by a number of bytes: one layer or more, each choice with more bytes than those before."""
+    most = 0
+    for chosen in range(1, len(units) + 1):
+        found = offload_layers(units, chosen)
+        if found.nbytes > most:
+            most = found.nbytes
+            yield found
 
 
 def offload_bytes(units: Sequence[OffloadUnit], asked: int) -> Offload:
-    """The fewest layers that hold `asked` bytes; all of them when that is more than they hold."""
-    for chosen in range(len(units) + 1):
-        found = offload_layers(units, chosen)
+    """The fewest layers that hold `asked` bytes; as much as can be when that is more than they hold."""
+    found = Offload()
+    for choice in choices(units) if asked > 0 else ():
+        found = choice
         if found.nbytes >= asked:
             break
     return found
+
+
+def bytes_of(gib: float) -> int:
+    """--cpu-offload-gb in bytes."""
+    return int(gib * GIB)
+
+
+def gib_for(units: Sequence[OffloadUnit], offload: Offload) -> float:
+    """A short number for --cpu-offload-gb that gives this choice."""
+    for digits in range(2, 10):
+        scale = 10**digits
+        gib = offload.nbytes * scale // GIB / scale
+        if bytes_of(gib) > 0 and offload_bytes(units, bytes_of(gib)) == offload:
+            return gib
+    return offload.nbytes / GIB

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from qengine.core.host_tier import stage_bytes
 from qengine.core.memory import ActivationShape, activation_bytes, format_bytes, most_tokens
-from qengine.core.offload import Offload, OffloadUnit, offload_bytes, offload_layers
+from qengine.core.offload import Offload, OffloadUnit, choices, offload_bytes
 from qengine.core.step import KVGroupSpec, blocks_for
 
 LEAST_LEN = 2
@@ -35,6 +36,8 @@ class PlanInput:
     `length_bytes`      for each token of the longest request, what a prompt's attention needs beside the cache
     `alternatives`      other KV dtypes by name: their block_bytes
     `units`, `offload`  decoder layers, and bytes of them that are to live in host memory; None: as many as it takes
+    `host_free`         host memory that offloaded layers may take; None: not known
+    `swap`              host memory for KV blocks; 0: none
     `step_bytes`        weights that a step of one sequence reads
     `memory_bandwidth`, `link_bandwidth`  of the device and from host memory to it, bytes a second; None: not known
     `neighbours`        asked when something is refused: lines on who else holds memory
@@ -60,6 +63,8 @@ class PlanInput:
     alternatives: Mapping[str, int] = field(default_factory=dict)
     units: Sequence[OffloadUnit] = ()
     offload: int | None = 0
+    host_free: int | None = None
+    swap: int = 0
     step_bytes: int = 0
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
@@ -79,6 +84,21 @@ class PlanInput:
         return offload_bytes(self.units, self.offload or 0)
 
     @property
+    def host_fits(self) -> bool:
+        """Whether host memory holds what is to be offloaded."""
+        return self.host_free is None or self.offloaded.nbytes <= self.host_free
+
+    @property
+    def swap_blocks(self) -> int:
+        """Blocks that host memory holds."""
+        return self.swap // self.block_bytes
+
+    @property
+    def swap_buffers(self) -> int:
+        """What copies to host memory and back need on the device."""
+        return stage_bytes(self.block_bytes) if self.swap_blocks else 0
+
+    @property
     def gathered(self) -> int:
         """What attention gathers for the longest prompt."""
         return self.length_bytes * (self.max_model_len or LEAST_LEN)
@@ -91,7 +111,7 @@ class PlanInput:
     @property
     def working(self) -> int:
         """What steps need beside weights and KV cache."""
-        return self.activations + self.gathered + self.graphs
+        return self.activations + self.gathered + self.graphs + self.swap_buffers
 
     @property
     def budget(self) -> int:
@@ -202,8 +222,18 @@ class MemoryPlan:
             ("activations (peak)", i.activations),
             *((("gathered for the longest prompt", i.gathered),) if i.length_bytes else ()),
             ("graphs", i.graphs),
+            *((("buffers of KV swap", i.swap_buffers),) if i.swap_blocks else ()),
             (f"KV cache ({self.num_usable_blocks} blocks of {i.block_size} tokens)", self.kv_bytes),
             ("null block", self.null_block_bytes),
+        ]
+
+    def host_items(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what is pinned in host memory."""
+        i = self.inputs
+        swap = (f"KV swap ({i.swap_blocks:,} blocks)", i.swap_blocks * i.block_bytes)
+        return [
+            *((("offloaded weights", i.offloaded.nbytes),) if i.offloaded.units else ()),
+            *((swap,) if i.swap_blocks else ()),
         ]
 
     def ceiling_lines(self) -> list[str]:
@@ -235,7 +265,7 @@ def attempt(inputs: PlanInput) -> MemoryPlan | None:
     if inputs.model_max_len < LEAST_LEN or (inputs.max_model_len or 0) > inputs.model_max_len:
         return None
     usable = inputs.usable_blocks
-    if not inputs.claim_fits or usable < inputs.needed_blocks:
+    if not inputs.claim_fits or not inputs.host_fits or usable < inputs.needed_blocks:
         return None
     if inputs.length_bytes and inputs.max_model_len is None:
         return _longest(inputs)
@@ -269,17 +299,26 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
 
 def _offloaded(inputs: PlanInput) -> MemoryPlan | None:
     """As few layers in host memory as it takes to hold the length asked for, or OFFLOAD_LEN. The length is fixed then,
-    so that more memory means less offload and never a shorter context."""
+    so that more memory means less offload and never a shorter context. Where even all layers are not enough for
+    OFFLOAD_LEN, the longest context."""
     goal = inputs.max_model_len or min(inputs.model_max_len, OFFLOAD_LEN)
     resident = attempt(replace(inputs, offload=0))
     if resident is not None and resident.max_model_len >= goal:
         return resident
-    for chosen in range(1, len(inputs.units) + 1):
-        asked = offload_layers(inputs.units, chosen).nbytes
-        found = attempt(replace(inputs, offload=asked, max_model_len=goal))
+    for choice in choices(inputs.units):
+        found = attempt(replace(inputs, offload=choice.nbytes, max_model_len=goal))
         if found is not None:
             return found
-    return resident
+    everything = attempt(replace(inputs, offload=most_offload(inputs)))
+    if everything is None or (resident is not None and resident.max_model_len >= everything.max_model_len):
+        return resident
+    return everything
+
+
+def most_offload(inputs: PlanInput) -> int:
+    """Bytes of the most layers that host memory holds."""
+    fitting = [c.nbytes for c in choices(inputs.units) if inputs.host_free is None or c.nbytes <= inputs.host_free]
+    return max(fitting, default=0)
 
 
 def shrunk(plan: MemoryPlan, room: int) -> MemoryPlan | None:

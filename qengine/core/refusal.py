@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qengine.core.memory import format_bytes
-from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt, largest
+from qengine.core.offload import choices, gib_for
+from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt, largest, most_offload
 from qengine.errors import CapacityError
 
 LEAST_CHUNK = 16
@@ -22,6 +23,7 @@ FLAGS = {
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "max_num_seqs": "--max-num-seqs",
     "max_model_len": "--max-model-len",
+    "cpu_offload_gb": "--cpu-offload-gb",
 }
 
 
@@ -40,7 +42,7 @@ def plan(inputs: PlanInput) -> MemoryPlan:
     """Divide the memory. Raises CapacityError when it can't be: have, need, and what would fit."""
     found = attempt(inputs)
     if found is None:
-        raise _refusal(replace(inputs, offload=inputs.offload or 0))
+        raise _refusal(inputs if inputs.offload is not None else replace(inputs, offload=most_offload(inputs)))
     return found
 
 
@@ -60,6 +62,8 @@ def _refusal(inputs: PlanInput) -> CapacityError:
         return CapacityError(
             "the model has no room for an answer", have=f"{inputs.model_max_len} positions", need=f"{LEAST_LEN}"
         )
+    if not inputs.host_fits:
+        return _no_host_memory(inputs)
     usable = inputs.usable_blocks
     claimed = inputs.kv_cache_memory_bytes is not None
     if not inputs.claim_fits or (inputs.most_tokens(usable) == 0 and not claimed):
@@ -125,6 +129,28 @@ def _length(i: PlanInput) -> Iterator[Change]:
         yield Change({"max_model_len": most}, replace(i, max_model_len=most))
 
 
+def _offload(i: PlanInput) -> Iterator[Change]:
+    """Weights in host memory: as few layers as it takes, alone or with other changes."""
+    tight = replace(i, max_chunk=min(i.max_chunk, LEAST_CHUNK), logit_rows=min(i.logit_rows, LEAST_SEQUENCES))
+    small = {"max_num_batched_tokens": tight.max_chunk, "max_num_seqs": tight.logit_rows}
+    for start in (Change({}, i), *_dtypes(i), Change(small, tight)):
+        for choice in choices(i.units):
+            moved = replace(start.inputs, offload=choice.nbytes)
+            if attempt(moved) is not None:
+                yield Change({**start.fields, "cpu_offload_gb": gib_for(i.units, choice)}, moved)
+                break
+
+
+def _less_offload(i: PlanInput) -> Iterator[Change]:
+    """As much offload as host memory holds, alone or with other changes."""
+    less = replace(i, offload=most_offload(i))
+    fields = {"cpu_offload_gb": gib_for(i.units, less.offloaded) if less.offload else 0}
+    yield Change(fields, less)
+    for way in (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together):
+        for change in way(less):
+            yield Change({**fields, **change.fields}, change.inputs)
+
+
 def _together(i: PlanInput) -> Iterator[Change]:
     """Several changes at once, where no single one is enough."""
     smaller = [Change({}, i), *_dtypes(i)]
@@ -144,11 +170,25 @@ def _together(i: PlanInput) -> Iterator[Change]:
 # What is said
 
 
+def _no_host_memory(inputs: PlanInput) -> CapacityError:
+    """What is to be offloaded is more than host memory holds."""
+    free = inputs.host_free or 0
+    change = first_that_fits(_less_offload(inputs))
+    hint = "more free host memory, or smaller weights" if change is None else change.text()
+    return CapacityError(
+        "host memory does not hold the weights that are to be offloaded",
+        have=f"{format_bytes(free)} free for them",
+        need=f"{format_bytes(inputs.offloaded.nbytes)}, pinned",
+        hint=hint,
+        changes=None if change is None else change.fields,
+    )
+
+
 def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
     """Weights and activations leave no memory for the KV cache (of `num_blocks` ids at least)."""
     cache = num_blocks * inputs.block_bytes
     need = inputs.fixed + cache
-    ways = (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together)
+    ways = (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together, _offload)
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)
@@ -205,7 +245,7 @@ def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
         for change in _dtypes(inputs)
         for name in [change.text()]
     }
-    ways = (_dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together)
+    ways = (_dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together, _offload)
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,8 @@ class Linear(Leaf):
     """Whether making a quantised copy of a model may quantise it; a checkpoint may hold it in any format."""
     output_layer = False
     """Whether it makes logits: a decode step asks one row of a sequence, however long its prompt was."""
+    before: Callable[[], None] | None = None
+    """Called before each product: where weights live in host memory, it sees to it that they are here."""
 
     def __init__(
         self,
@@ -89,6 +91,8 @@ class Linear(Leaf):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features] -> [T, out_features]."""
+        if self.before is not None:
+            self.before()
         ops = self.ops
         if len(ops) == 1:
             return ops[0](x)
@@ -96,6 +100,8 @@ class Linear(Leaf):
 
     def float32(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features] -> float32 [T, out_features], not rounded to 16 bits first where the format can."""
+        if self.before is not None:
+            self.before()
         parts = [op.float32(x) for op in self.ops]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

@@ -53,6 +53,14 @@ class ExpertsOp(ABC):
         the grouped op runs.
         """
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The tensors of all experts together, of which the experts' own buffers are views, by name.
+
+        Offload moves both (`tensor.data = moved`). Empty, the default: the op can't be moved, and where its weights are
+        to live in host memory, the experts are bound by `LinearScheme.bind` and run one after the other.
+        """
+        return {}
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         """The linear of each pair's expert, [P, out_features] in x's dtype, float32 accumulation.

@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 from typing import cast
 
-from qengine.config import EngineConfig, refuse_planned_only
+from qengine.config import EngineConfig
 from qengine.core.pages import KVCacheManager
 from qengine.core.plan import shrunk
 from qengine.core.queue import Policy
 from qengine.core.scheduler import Scheduler, SchedulerConfig
+from qengine.core.swap_policy import SwapMode
 from qengine.errors import CapacityError
 from qengine.runtime import device as devices
 from qengine.runtime import report
@@ -21,7 +22,9 @@ from qengine.runtime.graphs import capture_decodes
 from qengine.runtime.kv_cache import KVCache, allocate
 from qengine.runtime.kv_dtypes import block_bytes_line
 from qengine.runtime.kv_scales import ResolvedScales
-from qengine.runtime.loader import LoadReport, load
+from qengine.runtime.kv_swap import measure, start_swapping, take_host_memory
+from qengine.runtime.loader import LoadReport
+from qengine.runtime.offload import load_weights
 from qengine.runtime.plan_input import CPU_RESERVE, GPU_RESERVE
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import Sampler
@@ -31,10 +34,9 @@ from qengine.runtime.warmup import warm_up
 def build_engine(config: EngineConfig) -> Engine:
     """`config.model` is a local folder (see `qengine.prepare`). Raises UserError for all that cannot work."""
     start = time.perf_counter()
-    refuse_planned_only(config)
     b = decide(config)
     before = devices.allocated(b.device)
-    loaded = load(b.load_plan)
+    loaded, offloaded = load_weights(b)
     b = settle(b)
     cache = _allocate(b)
     kept = devices.allocated(b.device) - before if b.device.type == "cuda" else loaded.total_bytes + cache.nbytes
@@ -46,6 +48,8 @@ def build_engine(config: EngineConfig) -> Engine:
     scheduler = Scheduler(limits, pages)
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
     runner = Runner(b.model, cache, sampler, len(groups), b.device)
+    runner.weights = offloaded.stream
+    host = take_host_memory(runner, b.memory.inputs.swap_blocks)
     asynchronous = config.async_scheduling
     if asynchronous is None:
         asynchronous = b.device.type == "cuda"
@@ -53,7 +57,11 @@ def build_engine(config: EngineConfig) -> Engine:
     warm += warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     if b.device.type == "cuda":
         warm.append(_capture(b, runner))
-    lines = _report(b, loaded, cache, kept, [*warm, f"Ready after {time.perf_counter() - start:.1f} seconds"])
+    if host is not None:
+        measured = measure(runner, host, b.batched_tokens, b.memory.max_model_len)
+        warm += start_swapping(pages, host, cast(SwapMode, config.swap_policy), measured)
+    tail = [*offloaded.lines, *warm, f"Ready after {time.perf_counter() - start:.1f} seconds"]
+    lines = _report(b, loaded, cache, kept, tail)
     facts = EngineFacts(
         model_folder=config.model or "",
         tokenizer_folder=config.tokenizer or config.model or "",
@@ -120,8 +128,9 @@ def _capture(b: Built, runner: Runner) -> str:
         return "CUDA graphs: none (--enforce-eager)"
     m = b.memory
     graphs, line = capture_decodes(
-        b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device
-    )
+        b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device,
+        runner.weights,
+    )  # fmt: skip
     runner.use_graphs(graphs)
     runner.cache.zero_blocks([0])
     return line
@@ -136,7 +145,7 @@ def _scale_version(scales: ResolvedScales) -> str:
 def _report(b: Built, loaded: LoadReport, cache: KVCache, kept: int, tail: list[str]) -> list[str]:
     """`kept`: bytes of weights and KV cache as the allocator counts them."""
     m = b.memory
-    to_keep = sum(m.inputs.weights.values()) + m.kv_bytes + m.null_block_bytes
+    to_keep = sum(m.inputs.weights.values()) - m.inputs.offloaded.saved + m.kv_bytes + m.null_block_bytes
     name = str(b.dtype).removeprefix("torch.")
     neighbours = devices.neighbours(b.device) if b.device.type == "cuda" else ()
     lines = [

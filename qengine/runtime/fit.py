@@ -7,12 +7,12 @@ in host memory. A step down is only taken where everything above it fails to rea
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from qengine.config import EngineConfig
+from qengine.core.offload import gib_for
 from qengine.core.plan import MemoryPlan, PlanInput, attempt
 from qengine.runtime.decide import Surveyed
 
@@ -140,6 +140,6 @@ def _least_offload(rungs: list[Rung], length: int, goal: Goal) -> Fit | None:
         return None
     rung, found = min(fitting, key=lambda item: item[1].inputs.offloaded.nbytes)
     changes = {**rung.changes, "max_model_len": found.max_model_len}
-    if found.inputs.offloaded.nbytes:
-        changes["cpu_offload_gb"] = math.floor(found.inputs.offloaded.nbytes / (1 << 10)) / (1 << 20)
+    if found.inputs.offloaded.units:
+        changes["cpu_offload_gb"] = gib_for(found.inputs.units, found.inputs.offloaded)
     return Fit(goal, changes, found)

@@ -17,6 +17,7 @@ from qengine.layers.batch import Batch, GroupBatch
 from qengine.models.model import Model
 from qengine.runtime.inputs import WIDTH_STEP, StepInputs, fixed_parts
 from qengine.runtime.staging import offsets, view_of
+from qengine.runtime.weight_stream import WeightStream
 
 LARGEST = 256
 GRAPH_BYTES = 4 << 20
@@ -51,8 +52,10 @@ class DecodeGraphs:
         block_size: int,
         max_blocks: int,
         device: torch.device,
+        weights: WeightStream | None = None,
     ) -> None:
-        self.model = model
+        """`weights` copies layers from host memory; its copies are captured with what they are for."""
+        self.model, self.weights = model, weights
         self.sizes = list(sizes)
         self.block_size = block_size
         self.max_len = max_blocks * block_size
@@ -110,6 +113,8 @@ class DecodeGraphs:
         hidden = self.model.forward(self.token_ids[:size], batch)
         self.hidden[:size].copy_(hidden)
         self.logits[:size].copy_(self.model.logits(hidden))
+        if self.weights is not None:
+            self.weights.finish()
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
@@ -126,14 +131,22 @@ class DecodeGraphs:
 
 
 def capture_decodes(
-    model: Model, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int, device: torch.device
+    model: Model,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_groups: int,
+    block_size: int,
+    device: torch.device,
+    weights: WeightStream | None = None,
 ) -> tuple[DecodeGraphs | None, str]:
     """Graphs and a report line; no graphs, and the reason, for a model whose forward pass cannot be captured."""
     blocks = -(-max_model_len // block_size)
     with torch.inference_mode():
-        graphs = DecodeGraphs(model, graph_sizes(max_num_seqs), num_groups, block_size, blocks, device)
+        graphs = DecodeGraphs(model, graph_sizes(max_num_seqs), num_groups, block_size, blocks, device, weights)
         try:
             return graphs, graphs.capture()
         except RuntimeError as e:
+            if weights is not None:
+                weights.forget()
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             return None, f"CUDA graphs: not used, the forward pass cannot be captured ({first})"

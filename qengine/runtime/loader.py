@@ -21,6 +21,7 @@ from qengine.plugin import DeviceInfo, LinearScheme, WeightQuant
 from qengine.runtime.accounting import first_names
 from qengine.runtime.host_memory import Trimmer
 from qengine.runtime.kernel_choice import prefer_kernels
+from qengine.runtime.offload_store import OffloadStore
 from qengine.runtime.survey import TensorSource, grouped, survey
 
 Progress = Callable[[int, int, str], None]
@@ -154,8 +155,9 @@ def _file_order(leaves: Sequence[Leaf], source: TensorSource, take: Collection[s
     return sorted(order, key=lambda item: (not item[1], source.file_position(item[1][0]) if item[1] else ("", 0)))
 
 
-def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
-    """Read, repack and place one module at a time; peak host memory is about the model plus one module.
+def load(plan: LoadPlan, progress: Progress | None = None, store: OffloadStore | None = None) -> LoadReport:
+    """Read, repack and place one module at a time; peak host memory is about the model plus one module. `store` takes
+    the layers that are to live in host memory, each as soon as it is complete; its modules are loaded in a row.
 
     Raises CheckpointError with the list of all modules whose data a format refuses.
     """
@@ -164,7 +166,7 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
     peak = process.memory_info().rss
     refused: list[str] = []
     give_back = Trimmer()
-    for done, (leaf, names) in enumerate(plan.order, 1):
+    for done, (leaf, names) in enumerate(_in_a_row(plan.order, store), 1):
         tensors = {name: plan.source.read(name) for name in names}
         peak = max(peak, process.memory_info().rss)
         try:
@@ -172,6 +174,9 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
         except ValueError as e:
             own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else []
             refused.append(str(e) if any(name in str(e) for name in own) else f"{leaf.name}: {e}")
+        else:
+            if store is not None:
+                store.loaded(leaf)
         peak = max(peak, process.memory_info().rss)
         tensors.clear()
         give_back()
@@ -189,6 +194,18 @@ def load(plan: LoadPlan, progress: Progress | None = None) -> LoadReport:
             f"planned {plan.bytes_by_format}, loaded {sizes}"
         )
     return report
+
+
+def _in_a_row(
+    order: Sequence[tuple[Leaf, list[str]]], store: OffloadStore | None
+) -> Sequence[tuple[Leaf, list[str]]]:
+    """File order, but the modules of a layer that goes to host memory follow its first one."""
+    if store is None:
+        return order
+    layers = [store.position(leaf) for leaf, _ in order]
+    first = {layer: i for i, layer in reversed(list(enumerate(layers)))}
+    at = [i if layer is None else first[layer] for i, layer in enumerate(layers)]
+    return [order[i] for i in sorted(range(len(order)), key=lambda i: (at[i], i))]
 
 
 def _measured_bytes(leaves: Sequence[Leaf], info: DeviceInfo) -> dict[str, int]:

@@ -18,7 +18,8 @@ AUTO = "auto"
 class Machine:
     """`device` is where tensors would go: the CPU stands in for a GPU that isn't here, `info` is still the GPU's.
 
-    `bandwidths` of memory and from the host, bytes a second, None where they are not known.
+    `bandwidths` of memory and from the host, bytes a second, None where they are not known; `host_free` is what a GPU's
+    host has free, likewise.
     """
 
     device: torch.device
@@ -28,6 +29,7 @@ class Machine:
     link_bandwidth: float | None = None
     neighbours: Callable[[], Sequence[str]] = tuple
     here: bool = True
+    host_free: int | None = None
 
     @property
     def is_gpu(self) -> bool:
@@ -45,6 +47,7 @@ def this_machine(device_name: str) -> Machine:
         known.memory_bandwidth if known else None,
         known.link_bandwidth if known else None,
         lambda: devices.neighbours(device),
+        host_free=devices.memory(torch.device("cpu")).free if info.type == "cuda" else None,
     )
 
 

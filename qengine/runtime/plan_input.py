@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +9,9 @@ import torch
 
 from qengine.config import EngineConfig
 from qengine.core.memory import ActivationShape, group_layers, storage_bytes
-from qengine.core.offload import OffloadUnit
+from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
 from qengine.errors import CapabilityError, ConfigError, PluginError
-from qengine.layers.linear import Linear
 from qengine.layers.moe import ExpertLinear
 from qengine.models.model import Model
 from qengine.plugin import DeviceInfo, KVLayout
@@ -24,12 +22,16 @@ from qengine.runtime.kv_cache import layer_layouts
 from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
+from qengine.runtime.offload_units import offload_units
+from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.gathered import SCORE_BYTES
 
 GPU_RESERVE = 256 << 20
 """Left free on a GPU: the driver's context, library handles, fragments between allocations."""
 CPU_RESERVE = 512 << 20
+HOST_RESERVE = 1 << 30
+"""Left free of a GPU's host memory when weights are pinned there: the server, tokenizers, the file being read."""
 CPU_KV_DEFAULT = 4 << 30
 """KV cache on a CPU when nothing is asked for; more only where one request of max_model_len needs it."""
 DEFAULT_STEP = {"cuda": 8192, "cpu": 512}
@@ -45,7 +47,7 @@ def batched_tokens(config: EngineConfig, info: DeviceInfo) -> int:
 
 @dataclass(frozen=True)
 class WeightNumbers:
-    """What all linears together say, the same whatever the options: bytes by format, the decoder layers as offload sees
+    """What all linears together say, however memory is divided: bytes by format, the decoder layers as offload sees
     them, bytes that a step of one sequence reads, and what the hungriest kernel writes beside inputs and outputs."""
 
     bytes_by_format: Mapping[str, int]
@@ -54,9 +56,12 @@ class WeightNumbers:
     workspace: int
 
     @classmethod
-    def of(cls, model: Model, load_plan: LoadPlan, dtype: torch.dtype, info: DeviceInfo) -> WeightNumbers:
-        units, step_bytes = weight_units(model, info)
-        return cls(load_plan.bytes_by_format, units, step_bytes, _workspace(model, dtype, info))
+    def of(
+        cls, model: Model, load_plan: LoadPlan, dtype: torch.dtype, info: DeviceInfo, offload_layers: str | None
+    ) -> WeightNumbers:
+        """Raises ConfigError for a pattern of `offload_layers` that names nothing."""
+        units = _units(model, info, offload_layers) if info.type == "cuda" else []
+        return cls(load_plan.bytes_by_format, units, _step_bytes(model, info), _workspace(model, dtype, info))
 
 
 def plan_input(
@@ -67,7 +72,14 @@ def plan_input(
     groups = group_layers([layer.spec.sliding_window for layer in model.attention])
     block_bytes = _block_bytes(model, layer_layouts(model.attention, kv, config.block_size, dtype, info))
     if config.cpu_offload_gb != 0 and not machine.is_gpu:
-        raise ConfigError("--cpu-offload-gb moves weights from a GPU to host memory", have="--device cpu", need="a GPU")
+        raise ConfigError(
+            "--cpu-offload-gb moves weights from a GPU to host memory, where --device cpu has them anyway",
+            have="--device cpu",
+            need="a GPU",
+            hint="leave --cpu-offload-gb out",
+        )
+    host_free = None if machine.host_free is None else max(0, machine.host_free - HOST_RESERVE)
+    swap = swap_bytes(config, machine.is_gpu, block_bytes, host_free)
     return PlanInput(
         total=machine.memory.total,
         free=machine.memory.free,
@@ -88,7 +100,9 @@ def plan_input(
         length_bytes=_length_bytes(model, dtype) if gathers(info) else 0,
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
         units=weights.units,
-        offload=None if config.cpu_offload_gb is None else int(config.cpu_offload_gb * (1 << 30)),
+        offload=None if config.cpu_offload_gb is None else bytes_of(config.cpu_offload_gb),
+        host_free=None if host_free is None else host_free - swap,
+        swap=swap,
         step_bytes=weights.step_bytes,
         memory_bandwidth=machine.memory_bandwidth,
         link_bandwidth=machine.link_bandwidth,
@@ -164,26 +178,18 @@ def _alternatives(
     return found
 
 
-def weight_units(model: Model, info: DeviceInfo) -> tuple[list[OffloadUnit], int]:
-    """The decoder layers as offload sees them, and the bytes of weights that a step of one sequence reads in all.
+def _units(model: Model, info: DeviceInfo, patterns: str | None) -> list[OffloadUnit]:
+    """The decoder layers as offload sees them: what of each may go."""
+    return [
+        OffloadUnit(name, sum(sum(leaf.resident_bytes(info).values()) for leaf in leaves))
+        for name, leaves in offload_units(model, patterns).items()
+    ]
 
-    A layer is known by the name of its attention module; of experts a step reads those that one token takes.
-    """
-    prefixes = [f"{layer.name.rpartition('.')[0]}." for layer in model.attention]
-    kept: Counter[str] = Counter()
-    read: Counter[str] = Counter()
-    for leaf in model.leaves:
-        if not isinstance(leaf, Linear):
-            continue
+
+def _step_bytes(model: Model, info: DeviceInfo) -> int:
+    """Weights that a step of one sequence reads; of experts, those that one token takes."""
+    read = 0
+    for leaf in model.linears():
         size = sum(leaf.resident_bytes(info).values())
-        home = next((p for p in _parents(leaf.name) if p in prefixes), "")
-        kept[home] += size
-        read[home] += int(size * leaf.group.share) if isinstance(leaf, ExpertLinear) else size
-    units = [OffloadUnit(p.removesuffix("."), kept[p], read[p]) for p in prefixes if kept[p]]
-    return units, sum(read.values())
-
-
-def _parents(name: str) -> list[str]:
-    """ "a.b.c" -> "a.b.", "a." """
-    parts = name.split(".")
-    return [".".join(parts[:i]) + "." for i in range(len(parts) - 1, 0, -1)]
+        read += int(size * leaf.group.share) if isinstance(leaf, ExpertLinear) else size
+    return read

@@ -10,23 +10,25 @@ from qengine.config import EngineConfig, options
 from qengine.core.plan import MemoryPlan
 from qengine.errors import CapabilityError, CapacityError, UserError
 from qengine.plugin import DeviceInfo
-from qengine.runtime.decide import Built, Surveyed, divide
+from qengine.runtime.decide import Surveyed, divide
 from qengine.runtime.device_matrix import Target, kv_answers
 from qengine.runtime.fit import Fit, Goal, fit
 from qengine.runtime.graphs import graph_sizes
 from qengine.runtime.machine import Machine, machine_for
+from qengine.runtime.offload_report import offload_notes
 from qengine.runtime.planning import look_at_model
 
-OFFLOAD_NOTE = "offload is planned only: `qengine serve` refuses --cpu-offload-gb for now"
 SAFE_OPTIONS: tuple[tuple[str, object], ...] = (("dtype", "auto"), ("kv_cache_dtype", "auto"))
 """What is tried instead of a setting that the device refuses."""
 
 
 @dataclass
 class MemoryReport:
-    """`lines` are (name, bytes): five of the device, then the parts of the plan; ceilings in steps a second."""
+    """`lines` are (name, bytes): five of the device, then the parts of the plan; `host_lines` what is pinned in host
+    memory; ceilings in steps a second."""
 
     lines: list[tuple[str, int]]
+    host_lines: list[tuple[str, int]]
     planned_bytes: int
     token_bytes: float
     kv_tokens: int
@@ -43,6 +45,7 @@ class MemoryReport:
         moved = plan.inputs.offloaded
         return cls(
             plan.items(),
+            plan.host_items(),
             plan.planned,
             plan.token_bytes,
             plan.kv_tokens,
@@ -65,13 +68,11 @@ class FitReport:
     changes: dict[str, object]
     streams: float
     memory: MemoryReport
-    notes: list[str]
 
     @classmethod
     def of(cls, found: Fit) -> FitReport:
-        notes = [OFFLOAD_NOTE] if found.plan.inputs.offloaded.units else []
         memory = MemoryReport.of(found.plan)
-        return cls(found.goal, flags_for(found.changes), found.changes, found.streams, memory, notes)
+        return cls(found.goal, flags_for(found.changes), found.changes, found.streams, memory)
 
 
 @dataclass
@@ -117,8 +118,7 @@ def plan_report(config: EngineConfig, gpu: str | None = None, goal: Goal | None 
         built = divide(s)
         out.memory = MemoryReport.of(built.memory)
         out.notes += built.notes
-        if built.memory.inputs.offloaded.units:
-            out.notes += _offload_notes(built)
+        out.notes += offload_notes(config, built.memory.inputs)
     except CapacityError as e:
         out.refused = one_line(e)
         out.would_work = flags_for(e.changes)
@@ -186,16 +186,6 @@ def _graphs(config: EngineConfig, info: DeviceInfo) -> str:
         return "none (--enforce-eager)"
     sizes = graph_sizes(config.max_num_seqs)
     return f"decode steps of {sizes[0]} to {sizes[-1]} sequences, {len(sizes)} sizes"
-
-
-def _offload_notes(b: Built) -> list[str]:
-    moved = b.memory.inputs.offloaded
-    notes = [f"{len(moved.units)} of {len(b.memory.inputs.units)} decoder layers in host memory", OFFLOAD_NOTE]
-    asked = b.config.cpu_offload_gb
-    if asked is not None and int(asked * (1 << 30)) > moved.nbytes:
-        held = f"{moved.nbytes / (1 << 30):.2f} GiB"
-        notes.append(f"--cpu-offload-gb {asked:g} is more than the layers hold: {held} are moved")
-    return notes
 
 
 def flags_for(changes: Mapping[str, object]) -> str:

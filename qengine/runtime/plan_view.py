@@ -54,6 +54,8 @@ def _show_memory(memory: MemoryReport, console: Console) -> None:
         table.add_row(name, format_bytes(size))
     table.add_section()
     table.add_row("planned in all", format_bytes(memory.planned_bytes))
+    for name, size in memory.host_lines:
+        table.add_row(f"pinned in host memory: {name}", format_bytes(size))
     table.add_row("KV cache for one token", format_bytes(memory.token_bytes))
     table.add_row("KV cache holds", f"{memory.kv_tokens:,} tokens")
     table.add_row(f"requests of {memory.max_model_len:,} tokens", f"{memory.concurrency:.2f} at once")
@@ -72,8 +74,6 @@ def _show_fit(report: PlanReport, console: Console, goal: str) -> None:
     console.print(f"--fit {goal}: {found.flags or 'as asked'}")
     console.print(f"  gives {what}")
     _show_memory(found.memory, console)
-    for note in found.notes:
-        console.print(f"Note: {note}")
 
 
 def _table(*titles: str) -> Table:

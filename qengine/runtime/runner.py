@@ -13,10 +13,12 @@ from qengine.models.model import Model
 from qengine.runtime.graphs import DecodeGraphs
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
+from qengine.runtime.kv_host import HostBlocks
 from qengine.runtime.logprobs import logprobs_of
 from qengine.runtime.marker import mark, wait
 from qengine.runtime.sampler import Draws, Sampler
 from qengine.runtime.threads import ThreadChoice
+from qengine.runtime.weight_stream import WeightStream
 
 NONFINITE = "the model's logits were not finite (NaN or infinity) for this request"
 PROMPT_ROWS = 512
@@ -58,10 +60,14 @@ class Runner:
         self.sampler = sampler
         self.inputs = InputBuilder(cache.block_size, num_groups, device)
         self.device = device
+        self.host: HostBlocks | None = None
+        """Where steps' `swap_out` and `swap_in` go and come from; set before the first step that has any."""
         self.threads: ThreadChoice | None = None
         """CPU only; set once measured."""
         self.graphs: DecodeGraphs | None = None
         """CUDA only; set once captured."""
+        self.weights: WeightStream | None = None
+        """Set where layers live in host memory."""
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._sampled: torch.Tensor | None = None
         """What the last step samples, on the device."""
@@ -84,14 +90,21 @@ class Runner:
         return inputs, self._hidden(inputs)
 
     def _begin(self, step: Step, uniforms: np.ndarray | None = None) -> StepInputs:
+        if self.host is not None:
+            self.host.copy_out(step.swap_out)
         self.cache.zero_blocks(step.zero_blocks)
+        if self.host is not None:
+            self.host.copy_in(step.swap_in)
         self.cache.copy_blocks(step.copy_blocks)
         return self.inputs.build(step, self._sampled, uniforms)
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self.threads is not None:
             torch.set_num_threads(self.threads.for_tokens(inputs.batch.num_tokens))
-        return self.model.forward(inputs.token_ids, inputs.batch)
+        hidden = self.model.forward(inputs.token_ids, inputs.batch)
+        if self.weights is not None:
+            self.weights.finish()
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

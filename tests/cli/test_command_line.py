@@ -73,7 +73,8 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve --tensor-parallel-size 2", ["--tensor-parallel-size is not built yet", "have: 2", "need: 1"]),
         ("serve -tp 2", ["--tensor-parallel-size is not built yet"]),
         ("serve --pipeline-parallel-size 2", ["--pipeline-parallel-size is not built yet"]),
-        ("serve --swap-space 4", ["--swap-space is not built yet", "have: 4"]),
+        ("serve --swap-space -1", ["--swap-space is out of range", "have: -1"]),
+        ("serve --swap-policy swap", ["--swap-policy swap needs host memory", "--swap-space GIB"]),
         ("serve --offload-layers *.mlp", ["--offload-layers chooses what --cpu-offload-gb may move"]),
         ("serve --speculative-config {}", ["--speculative-config is not built yet"]),
         ("serve --enable-lora", ["--enable-lora is not built yet"]),
@@ -117,7 +118,7 @@ def test_debug_shows_the_traceback(
 ) -> None:
     if how == "variable":
         monkeypatch.setenv("QENGINE_DEBUG", "1")
-    argv = ["serve", "--swap-space", "4"] + ["--debug"] * (how == "flag")
+    argv = ["serve", "--swap-space", "-1"] + ["--debug"] * (how == "flag")
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("qengine: error: --swap-space")

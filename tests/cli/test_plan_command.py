@@ -165,15 +165,19 @@ def test_fit_prints_flags_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["fit"]["memory"]["max_model_len"] == 4096 and found["fit"]["streams"] > 4
 
 
-def test_offload_is_planned_and_refused_by_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offload_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
     flags = ["--gpu", "t4", "--cpu-offload-gb", "auto", "--max-num-batched-tokens", "2048"]
     code, found = planned(capsys, folder, *flags)
     assert code == 0 and found["memory"]["offloaded_bytes"] > 0 and found["memory"]["offload_ceiling"] < 12
-    assert any("refuses --cpu-offload-gb" in note for note in found["notes"])
-    for value in ("auto", "4"):
-        assert main(["serve", folder, "--cpu-offload-gb", value]) == 2
-        assert "--cpu-offload-gb is not built yet" in capsys.readouterr().err
+    moved = len(found["memory"]["offloaded_layers"])
+    assert any(f"--cpu-offload-gb auto: {moved} of 32 decoder layers" in note for note in found["notes"])
+    code, experts = planned(capsys, folder, *flags, "--offload-layers", "*.mlp, model.layers.3?.self_attn.q_proj")
+    assert code == 0 and len(experts["memory"]["offloaded_layers"]) > moved, "less of each layer"
+    code, found = planned(capsys, folder, *flags, "--offload-layers", "*.mlp,*.experts")
+    assert code == 1 and "names no linear of a decoder layer; have: *.experts" in found["refused"]
+    assert main(["plan", folder, "--gpu", "t4", "--offload-layers", "*.mlp"]) == 2
+    assert "--offload-layers chooses what --cpu-offload-gb may move" in capsys.readouterr().err
     assert main(["plan", folder, "--cpu-offload-gb", "-1"]) == 2
     code, found = planned(capsys, folder, "--device", "cpu", "--cpu-offload-gb", "4")
     assert code == 1 and "from a GPU to host memory" in found["refused"]

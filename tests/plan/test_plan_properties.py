@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from published_models import write_config
 from qengine.config import EngineConfig
 from qengine.core.memory import ActivationShape, group_layers
-from qengine.core.offload import OffloadUnit
+from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import MemoryPlan, PlanInput, attempt
 from qengine.core.refusal import plan
 from qengine.errors import CapacityError
@@ -66,7 +66,8 @@ def inputs(draw: st.DrawFn) -> PlanInput:
         graphs=draw(st.integers(0, 256)) * MIB,
         length_bytes=draw(st.sampled_from([0, 0, 2048])),
         alternatives=draw(st.sampled_from([{}, {"half": block_bytes // 2}])),
-        units=[OffloadUnit(str(i), per_layer, per_layer) for i in range(layers)],
+        units=[OffloadUnit(str(i), per_layer) for i in range(layers)],
+        host_free=draw(st.none() | st.integers(0, layers).map(lambda n: n * per_layer)),
     )  # fmt: skip
 
 
@@ -75,9 +76,11 @@ def with_changes(i: PlanInput, changes: Mapping[str, Any]) -> PlanInput:
     names = {
         "max_model_len": "max_model_len", "gpu_memory_utilization": "utilization",
         "kv_cache_memory_bytes": "kv_cache_memory_bytes", "max_num_batched_tokens": "max_chunk",
-        "max_num_seqs": "logit_rows",
+        "max_num_seqs": "logit_rows", "cpu_offload_gb": "offload",
     }  # fmt: skip
     fields = {names[name]: value for name, value in changes.items() if name in names}
+    if "offload" in fields:
+        fields["offload"] = bytes_of(fields["offload"])
     if "kv_cache_dtype" in changes:
         fields |= {"block_bytes": i.alternatives[changes["kv_cache_dtype"]], "alternatives": {}}
     assert set(changes) <= {*names, "kv_cache_dtype"}
@@ -97,8 +100,9 @@ def test_a_plan_keeps_within_the_budget_and_holds_its_length(i: PlanInput) -> No
 
 
 @CORE
-@given(inputs())
-def test_advice_that_is_taken_works(i: PlanInput) -> None:
+@given(inputs(), st.none() | st.integers(0, 9000).map(lambda n: n * MIB))
+def test_advice_that_is_taken_works(i: PlanInput, offload: int | None) -> None:
+    i = dataclasses.replace(i, offload=offload)
     try:
         plan(i)
     except CapacityError as e:
@@ -106,6 +110,28 @@ def test_advice_that_is_taken_works(i: PlanInput) -> None:
             plan(with_changes(i, e.changes))
         else:
             assert e.hint is None or "memory" in e.hint or "a device with" in e.hint
+
+
+def test_offload_is_advised_where_nothing_else_helps(folders: Path) -> None:
+    """Qwen2.5-32B AWQ on a T4. The smallest number is named: with a layer less it does not fit."""
+    s = looked_at("Qwen2.5-32B", "awq", "t4", "fp8", folders / "large")
+    config = dataclasses.replace(s.config, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=4)
+    with pytest.raises(CapacityError) as caught:
+        plan(s.inputs(config))
+    changes = caught.value.changes
+    assert changes is not None and set(changes) == {"cpu_offload_gb"} and "--cpu-offload-gb" in str(caught.value)
+    asked = float(str(changes["cpu_offload_gb"]))
+    found = plan(s.inputs(dataclasses.replace(config, cpu_offload_gb=asked)))
+    moved = found.inputs.offloaded
+    less = (moved.nbytes - found.inputs.units[0].nbytes - MIB) / GIB
+    with pytest.raises(CapacityError):
+        plan(s.inputs(dataclasses.replace(config, cpu_offload_gb=less)))
+    # Host memory is checked too: with less of it than that, there is no such advice, and asking is refused by name.
+    short = dataclasses.replace(s, machine=dataclasses.replace(s.machine, host_free=2 * GIB))
+    with pytest.raises(CapacityError, match="a device with") as caught:
+        plan(short.inputs(config))
+    with pytest.raises(CapacityError, match="host memory does not hold"):
+        plan(short.inputs(dataclasses.replace(config, cpu_offload_gb=asked)))
 
 
 @CORE

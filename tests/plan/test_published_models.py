@@ -176,7 +176,7 @@ def test_four_gigabytes_over_twelve_are_three_steps() -> None:
     """C18's own number."""
     from qengine.core.offload import OffloadUnit, offload_layers
 
-    moved = offload_layers([OffloadUnit(str(i), 10**9, 10**9) for i in range(8)], 4)
+    moved = offload_layers([OffloadUnit(str(i), 10**9) for i in range(8)], 4)
     assert moved.nbytes == 4 * 10**9 and moved.units == (0, 2, 4, 6)
     assert 12e9 / moved.step_bytes == 3.0
 

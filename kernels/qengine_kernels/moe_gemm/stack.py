@@ -89,6 +89,10 @@ class DenseExperts:
         """weight [N, K] -> the same values, held in the stack."""
         return self.stack.put(expert, {"weight": weight})["weight"]
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the grouped kernel reads; the experts' own weights are views of it."""
+        return dict(self.stack.tensors)
+
     @cached_property
     def weights(self) -> ExpertWeights:
         """For `grouped_matmul`, once an expert is there."""
@@ -113,6 +117,10 @@ class PackedExperts:
         held: dict[str, Any] = self.stack.put(expert, {n: t for n, t in parts.items() if t is not None})
         self.like = replace(weight, words=held["words"], scales=held["scales"], zeros=held.get("zeros"))
         return self.like
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the grouped kernel reads; the experts' own weights are views of it."""
+        return dict(self.stack.tensors)
 
     @cached_property
     def weights(self) -> ExpertWeights:
@@ -139,6 +147,10 @@ class ByteExperts:
         rows = weight.rows if self.like is None else self.like.rows
         self.like = replace(weight, codes=held["codes"], scales=held["scales"], rows=rows)
         return self.like
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the grouped kernel reads; the experts' own weights are views of it."""
+        return dict(self.stack.tensors)
 
     @cached_property
     def weights(self) -> ExpertWeights:

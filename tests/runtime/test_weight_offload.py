@@ -1,0 +1,241 @@
+"""Layers in host memory: the order of copies and waits on lanes that do the worst that is allowed, and the same bits as
+without offload in every format, on GPU operations that run in the interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qengine.core.offload import (
+    OffloadUnit,
+    buffer_sizes,
+    choices,
+    copied_bytes,
+    gib_for,
+    offload_bytes,
+    offload_layers,
+)
+from qengine.errors import ConfigError
+from qengine.layers.module import ModelContext
+from qengine.layers.moe import ExpertLinear
+from qengine.models.model import Model
+from qengine.models.registry import build_model
+from qengine.plugin import DeviceInfo
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.dummy_weights import dummy_source
+from qengine.runtime.loader import load, resolve
+from qengine.runtime.model_config import load_config
+from qengine.runtime.offload_store import OffloadStore
+from qengine.runtime.offload_units import layer_linears, offload_units
+from qengine.runtime.pinned import PinnedMemory
+from qengine.runtime.quant_select import select_quant
+from qengine.runtime.weight_stream import Lane, WeightStream
+from torch_kv import PagedRun
+from toy_models import awq_config, llama_config, write_json
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+class AtOnce:
+    """Copies before anything that is started later: shows a buffer that is overwritten while its layer is in use."""
+
+    def __init__(self) -> None:
+        self.copies: list[int] = []
+
+    def copy(self, buffer: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.copies.append(buffer)
+        to.copy_(source)
+
+    def wait(self, buffer: int) -> None:
+        pass
+
+
+class AtTheLastMoment(AtOnce):
+    """Copies when somebody waits, and not before: shows a layer that is used without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due: dict[int, Callable[[], object]] = {}
+
+    def copy(self, buffer: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.copies.append(buffer)
+        self.due[buffer] = lambda: to.copy_(source)
+
+    def wait(self, buffer: int) -> None:
+        self.due.pop(buffer)()
+
+
+class NeverWaiting(AtTheLastMoment):
+    """The control: waits for nothing."""
+
+    def wait(self, buffer: int) -> None:
+        self.due.pop(buffer)
+
+
+LANES = [AtOnce, AtTheLastMoment]
+
+
+def numbered(count: int, lane: Lane) -> WeightStream:
+    """Layer i is a byte i + 1."""
+    sources = [PinnedMemory(1, CPU) for _ in range(count)]
+    for i, source in enumerate(sources):
+        source.bytes.fill_(i + 1)
+    return WeightStream(sources, [torch.zeros(n, dtype=torch.uint8) for n in buffer_sizes([1] * count)], lane)
+
+
+def check(stream: WeightStream, layer: int) -> bool:
+    stream.enter(layer)
+    return int(stream.buffers[layer % len(stream.buffers)]) == layer + 1
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("count", range(1, 7))
+def test_every_layer_is_there_when_it_is_entered(count: int, lane: type[AtOnce]) -> None:
+    stream = numbered(count, lane())
+    shuffled = random.Random(count)
+    for turn in range(12):
+        order = [i for i in range(count) for _ in range(2)]  # several linears of a layer
+        if turn >= 6:  # a model that leaves layers out, comes back, or stops in the middle of a pass
+            order = shuffled.choices(range(count), k=5)
+        assert all(check(stream, i) for i in order)
+        if turn != 8:
+            stream.finish()
+            assert not getattr(stream.lane, "due", None), "nothing is under way between passes"
+        if turn == 9:
+            stream.forget()
+    assert count < 3 or not all(check(numbered(count, NeverWaiting()), i) for i in range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_a_pass_copies_each_layer_once_and_ahead(count: int) -> None:
+    lane = AtOnce()
+    stream = numbered(count, lane)
+    stream.finish()
+    lane.copies.clear()
+    for _ in range(3):
+        for i in range(count):
+            before = len(lane.copies)
+            stream.enter(i)
+            other = 1 - i % 2
+            due = i > 0 and len(range(other, count, 2)) > 1
+            assert lane.copies[before:] == ([other] if due else []), "as soon as that buffer is free"
+        stream.finish()
+    assert len(lane.copies) == 3 * copied_bytes([1] * count)
+    assert [copied_bytes([1] * n) for n in range(6)] == [0, 0, 0, 2, 4, 5]
+
+
+def test_numbers_for_the_flag() -> None:
+    sizes = [400_000_000] * 31 + [450_000_000]
+    units = [OffloadUnit(str(i), size) for i, size in enumerate(sizes)]
+    for choice in choices(units):
+        assert offload_bytes(units, int(gib_for(units, choice) * GIB)) == choice
+    assert offload_bytes(units, 0).units == () and offload_bytes(units, 10**15).nbytes == sum(sizes)
+    one, two, three = (offload_layers(units, n) for n in (1, 2, 3))
+    assert (one.saved, two.saved, three.saved) == (0, 0, 400_000_000), "the first two have a buffer each"
+    assert (two.step_bytes, three.step_bytes) == (0, 800_000_000)
+
+
+# Whole models
+
+TOY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+MOE = TOY | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "16-bit": (TOY, None),
+    "awq": (TOY | {"attention_bias": True}, awq_config(32)),
+    "gptq act-order": (TOY, GPTQ),
+    "fp8": (TOY, FP8),
+    "awq experts": (MOE, awq_config(32)),
+    "16-bit experts": (MOE, None),
+}
+TURING = DeviceInfo("cuda", "T4", (7, 5), 65536, 15 << 30)
+
+
+def loaded(
+    folder: Path, name: str, lane: Lane | None, patterns: str | None = None
+) -> tuple[Model, OffloadStore | None]:
+    """Random weights on GPU operations that run on a CPU; with a lane, every layer that `patterns` name offloaded."""
+    config, quant = MODELS[name]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "config.json", llama_config(**config, **({"quantization_config": quant} if quant else {})))
+    checkpoint = Checkpoint.config_only(folder)
+    choice = select_quant(None, checkpoint.quant)
+    model = build_model(
+        ModelContext(load_config(checkpoint), CPU, TURING, torch.float32, torch.float32, max_model_len=64)
+    )
+    source = dummy_source(model.leaves, choice.quant, checkpoint.quant, torch.float16, 0, CPU)
+    plan = resolve(model.leaves, source, choice.quant, choice.dense, TURING, torch.float32)
+    if lane is None:
+        load(plan)
+        return model, None
+    units = offload_units(model, patterns)
+    store = OffloadStore(list(units.values()), CPU)
+    load(plan, store=store)
+    planned = sum(sum(leaf.resident_bytes(TURING).values()) for leaves in units.values() for leaf in leaves)
+    assert 0.98 * planned <= store.nbytes <= 1.1 * planned
+    hooked = layer_linears(model)
+    stream = store.stream(lane, [hooked[unit] for unit in units])
+    forward = model.forward
+
+    def forward_and_finish(*args: Any) -> torch.Tensor:
+        hidden = forward(*args)
+        stream.finish()
+        return hidden
+
+    model.forward = forward_and_finish  # type: ignore[method-assign]
+    return model, store
+
+
+def logits(model: Model) -> torch.Tensor:
+    return torch.cat(PagedRun(model, [[1, 2, 3]]).run())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_as_without_offload(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        want = logits(loaded(tmp_path, name, None)[0])
+        assert torch.isfinite(want).all() and want.std() > 1e-3
+        for lane, turns in ((AtOnce, 1), (AtTheLastMoment, 2)):
+            model, _ = loaded(tmp_path, name, lane())
+            assert all(torch.equal(logits(model), want) for _ in range(turns))
+        stale, _ = loaded(tmp_path, name, NeverWaiting())
+        assert not torch.equal(logits(stale), want)
+
+
+def test_only_what_the_patterns_name(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        plain, _ = loaded(tmp_path, "awq experts", None)
+        model, store = loaded(tmp_path, "awq experts", AtTheLastMoment(), "*.experts.1, *.o_proj")
+        assert torch.equal(logits(model), logits(plain))
+    assert store is not None and len(store.layers) == 3
+    for leaves in store.layers:
+        experts = [leaf for leaf in leaves if isinstance(leaf, ExpertLinear)]
+        assert len(experts) == 8 and len(leaves) == 9, "the experts of a layer go together"
+    with pytest.raises(ConfigError, match=r"names no linear of a decoder layer; have: \*\.gate_up; need: .*q_proj"):
+        offload_units(plain, "*.o_proj,*.gate_up")
+
+
+def test_experts_whose_grouped_op_cannot_move_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qengine.plugin import ExpertsOp
+    from qengine_awq.kernels import AwqCudaExperts
+
+    with torch.inference_mode():
+        want = logits(loaded(tmp_path, "awq experts", None)[0])
+        monkeypatch.setattr(AwqCudaExperts, "buffers", ExpertsOp.buffers)
+        model, store = loaded(tmp_path, "awq experts", AtTheLastMoment())
+        assert store is not None and "experts of 6 linears run one after the other" in store.notes[0]
+        torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
