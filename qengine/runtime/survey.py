@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from qengine.errors import CheckpointError
+from qengine.layers.embedding import Embedding
 from qengine.layers.linear import Linear
 from qengine.layers.module import FLOAT_CODES, Leaf
 from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant
@@ -30,8 +31,9 @@ class TensorSource(Protocol):
 
 @dataclass
 class Survey:
-    """`schemes` by checkpoint name; `refused`: why a linear cannot be read; `unread`: why a tensor that no module takes
-    must not be ignored; `extra`: tensors that nothing uses; biases that the architecture does not have, zero or not."""
+    """`schemes` by checkpoint name; `refused`: why a linear or embedding cannot be read; `unread`: why a tensor that no
+    module takes must not be ignored; `extra`: tensors that nothing uses; biases that the architecture does not have,
+    zero or not."""
 
     schemes: dict[str, LinearScheme] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -85,10 +87,17 @@ def survey(
     needs: list[Leaf] = []
     taken = set(consumed)
     for leaf in leaves:
-        if isinstance(leaf, Linear) and not _resolved(out, leaf, modules, quant, dense):
-            taken |= {info.name for spec in leaf.specs for info in modules.get(spec.name, {}).values()}
-        else:
+        if isinstance(leaf, Embedding) and (reason := quantised_embedding(leaf, modules.get(leaf.name, {}))):
+            out.refused[leaf.name] = reason
+    for leaf in leaves:
+        own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else [leaf.name]
+        readable = not out.refused.keys() & own  # a tied head has its embedding's name
+        if isinstance(leaf, Linear) and readable:
+            readable = _resolved(out, leaf, modules, quant, dense)
+        if readable:
             needs.append(leaf)
+        else:
+            taken |= {info.name for name in own for info in modules.get(name, {}).values()}
     out.books = compare((need for leaf in needs for need in leaf.needs()), source.tensors, taken)
     biases = {f"{spec.name}.bias" for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs}
     for name in out.books.extra:
@@ -100,6 +109,20 @@ def survey(
         else:
             out.extra.append(name)
     return out
+
+
+def quantised_embedding(leaf: Embedding, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Why rows cannot be gathered from what the file holds under an embedding's name; None where they can, or where
+    nothing is there, which is left to the accounting."""
+    weight = tensors.get("weight")
+    if not tensors or (weight is not None and weight.dtype in FLOAT_CODES):
+        return None
+    have = ", ".join(f"{name} {info.dtype} {list(info.shape)}" for name, info in sorted(tensors.items()))
+    return (
+        f"the file holds this embedding quantised ({have}), and embeddings are read unquantised only; need: weight "
+        f"{' | '.join(FLOAT_CODES)} [{leaf.vocab_size}, {leaf.hidden_size}]; what would work: a copy of the model "
+        "quantised without its embedding"
+    )
 
 
 def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:

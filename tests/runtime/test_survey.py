@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from awq_files import make_awq
+from compressed_tensors_files import group_of, int_tensors, quant_config, weights
 from load_model import plan_folder
 from qengine.errors import CheckpointError
 from qengine.layers.module import ModelContext
@@ -17,6 +18,7 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import select_quant
 from qengine.runtime.survey import Survey, grouped, survey
+from toy_models import llama_config, llama_tensors, write_model
 
 Stored = dict[str, torch.Tensor]
 
@@ -63,6 +65,30 @@ def test_everything_is_found_in_one_go(tmp_path: Path) -> None:
     # Control: none of it in the file as it was written.
     clean = look(make_awq(tmp_path / "clean", "gemm")[0])
     assert clean.problems() == [] and clean.extra == [] and clean.contradictions() == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device", [DeviceInfo("cpu"), DeviceInfo("cuda", "a GPU", (9, 0))], ids=lambda d: d.type)
+def test_a_quantised_embedding_is_refused_wherever_rows_are_gathered(
+    device: DeviceInfo, tied: bool, tmp_path: Path
+) -> None:
+    """On a GPU a tied one would pass as an output layer, and end in a crash at the first request."""
+    settings = quant_config(group_of(weights(4, "group", 128)))
+    config = llama_config(tie_word_embeddings=tied, quantization_config=settings)
+    held: Stored = {}
+    for name, t in llama_tensors(config).items():
+        if name.endswith(("_proj.weight", "embed_tokens.weight")):
+            parts, _ = int_tensors(t, 4, 128)
+            held |= {f"{name.removesuffix('.weight')}.{leaf}": value for leaf, value in parts.items()}
+        else:
+            held[name] = t.bfloat16()
+    write_model(tmp_path, config, held)
+    need = r"need: weight F16 \| BF16 \| F32 \| F64 \[320, 256\]; what would work"
+    with pytest.raises(CheckpointError, match=rf"^model.embed_tokens: .*weight_packed I32 \[320, 32\].*{need}"):
+        plan_folder(tmp_path, info=device)
+    held = {name: t for name, t in held.items() if "embed" not in name}  # control: rows are there
+    write_model(tmp_path, config, held | {"model.embed_tokens.weight": torch.zeros(320, 256).bfloat16()})
+    assert not plan_folder(tmp_path, info=device)[1].warnings
 
 
 def test_grouping_keeps_order_and_counts() -> None:
