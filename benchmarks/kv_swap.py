@@ -1,6 +1,6 @@
 """KV swap beside recomputing: a pool for half the load, and prompts that come again after they were evicted.
 
-    python benchmarks/kv_swap.py [--shape 8b] [--weights awq] [--kv-dtype fp8] [--device cuda] [--json FILE]
+    python benchmarks/kv_swap.py [--shape 8b] [--weights bf16] [--kv-dtype fp8] [--device cuda] [--json FILE]
 
 One engine with random weights is built; schedulers over a part of its KV cache are then measured in turn, each with its
 costs measured as at start:
@@ -9,7 +9,8 @@ costs measured as at start:
   recomputed, and in the same one with `--swap-space` (policy auto).
 - Again: documents with short answers, asked twice in a pool that holds half of them; the second time counts.
 
-Token ids are random, ends are ignored, no text is made. Each figure is the better of two runs, after a first small one.
+Token ids are random, ends are ignored, no text is made. A first small run is not counted. Rows are printed as they
+come.
 """
 
 from __future__ import annotations
@@ -38,12 +39,9 @@ from qengine.sampling_params import SamplingParams
 
 SIZES = {
     # prompts, tokens of each, generated; documents, tokens of each, generated
-    "8b": (256, 256, 256, 64, 2048, 8),
+    "8b": (64, 512, 256, 24, 2048, 8),
     "tiny": (8, 24, 40, 6, 96, 4),
 }
-HOST_SHARE = 3
-"""Host blocks for each block of the small pool."""
-ROUNDS = 2
 Prompts = list[tuple[list[int], int]]
 
 
@@ -56,10 +54,12 @@ class Bench:
             write_config(Path(name), args.shape, args.weights)
             config = EngineConfig(
                 model=name, load_format="dummy", device=args.device, kv_cache_dtype=args.kv_dtype,
-                max_model_len=128 if tiny else 4096, max_num_seqs=8 if tiny else 256,
-                max_num_batched_tokens=64 if tiny else 8192, kv_cache_memory_bytes=(8 << 20) if tiny else args.pool,
+                max_model_len=128 if tiny else 4096, max_num_seqs=8 if tiny else 64,
+                max_num_batched_tokens=64 if tiny else 2048, kv_cache_memory_bytes=(8 << 20) if tiny else args.pool,
             )  # fmt: skip
+            start = time.perf_counter()
             self.first = Engine.from_config(config)
+            self.ready_s = time.perf_counter() - start
         self.host: HostBlocks | None = None
         self.measured: Measured | None = None
         self._serial = 0
@@ -115,47 +115,39 @@ def figures(bench: Bench, engine: Engine, prompts: Prompts, before: Prompts | No
     return {"seconds": seconds, "tok_s": sum(map(len, ids)) / seconds, "ids": ids, **found}
 
 
-def load_part(bench: Bench, prompts: Prompts, whole: int, half: int) -> list[dict[str, Any]]:
+HEAD = (
+    "| part | pool | blocks | seconds | tokens/s | of the whole pool | steps | preemptions (K/V kept) "
+    "| recomputed tokens | cached prompt tokens | copied out, MiB | back, MiB | same tokens |\n" + "|---" * 13 + "|"
+)
+
+
+def part(bench: Bench, name: str, prompts: Prompts, whole: int, before: Prompts | None) -> list[dict[str, Any]]:
+    """The whole pool, half of it, and half of it with host memory; each row is printed as soon as it is there."""
     rows: list[dict[str, Any]] = []
-    for name, blocks, swap in (("whole pool", whole, False), ("recompute", half, False), ("swap", half, True)):
-        runs = [figures(bench, bench.engine(blocks, swap), prompts) for _ in range(ROUNDS)]
-        rows.append({"part": "load", "row": name, "blocks": blocks, **min(runs, key=lambda r: r["seconds"])})
+    for pool, blocks, swap in (("whole", whole, False), ("half", whole // 2, False), ("half, swap", whole // 2, True)):
+        found = figures(bench, bench.engine(blocks, swap), prompts, before)
+        rows.append({"part": name, "row": pool, "blocks": blocks, **found})
+        print(line(rows[-1], rows[0]), flush=True)
     return rows
 
 
-def again_part(bench: Bench, documents: Prompts, whole: int, half: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, blocks, swap in (("whole pool", whole, False), ("no swap", half, False), ("swap", half, True)):
-        found = figures(bench, bench.engine(blocks, swap), documents, documents)
-        rows.append({"part": "again", "row": name, "blocks": blocks, **found})
-    return rows
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| part | pool | blocks | seconds | tokens/s | of the whole pool | preemptions (K/V kept) | recomputed tokens "
-        "| cached prompt tokens | copied out, MiB | back, MiB | same tokens |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        best = next(b for b in rows if b["part"] == r["part"])
-        same = sum(a == b for a, b in zip(r["ids"], best["ids"], strict=True))
-        lines.append(
-            f"| {r['part']} | {r['row']} | {r['blocks']:,} | {r['seconds']:.2f} | {r['tok_s']:,.0f} "
-            f"| {best['seconds'] / r['seconds']:.1%} | {r['num_preemptions']} ({r['preemptions_swapped']}) "
-            f"| {r['recomputed_tokens']:,} | {r['prefix_cache_hits']:,} | {r['swapped_out_bytes'] / 2**20:,.0f} "
-            f"| {r['swapped_in_bytes'] / 2**20:,.0f} | {same} of {len(r['ids'])} |"
-        )
-    return lines
+def line(r: dict[str, Any], whole: dict[str, Any]) -> str:
+    same = sum(a == b for a, b in zip(r["ids"], whole["ids"], strict=True))
+    return (
+        f"| {r['part']} | {r['row']} | {r['blocks']:,} | {r['seconds']:.2f} | {r['tok_s']:,.0f} "
+        f"| {whole['seconds'] / r['seconds']:.1%} | {r['steps']} | {r['num_preemptions']} ({r['preemptions_swapped']}) "
+        f"| {r['recomputed_tokens']:,} | {r['prefix_cache_hits']:,} | {r['swapped_out_bytes'] / 2**20:,.0f} "
+        f"| {r['swapped_in_bytes'] / 2**20:,.0f} | {same} of {len(r['ids'])} |"
+    )
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=SIZES)
-    parser.add_argument("--weights", default="awq", choices=WEIGHTS)
+    parser.add_argument("--weights", default="bf16", choices=WEIGHTS)
     parser.add_argument("--kv-dtype", default="fp8")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--pool", type=int, default=24 << 30, help="bytes of the KV cache that is built")
+    parser.add_argument("--pool", type=int, default=8 << 30, help="bytes of the KV cache that is built")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     count, given, new, documents, length, answer = SIZES[args.shape]
@@ -167,17 +159,19 @@ def main(argv: Sequence[str]) -> None:
 
     whole = count * -(-(given + new) // size) * 102 // 100 + 1
     again = documents * -(-(length + answer) // size) * 102 // 100 + 1
-    lines = bench.take_host(HOST_SHARE * max(whole, again) // 2)
-    bench.run(bench.engine(whole, False), made(min(8, count), given, 4, 1))
-    rows = load_part(bench, made(count, given, new, 2), whole, whole // 2)
-    rows += again_part(bench, made(documents, length, answer, 3), again, again // 2)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     layers = SHAPES[args.shape]["num_hidden_layers"]
-    print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {layers} layers")
-    print("\n".join([*lines, *table(rows)]))
+    about = f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {args.weights}, KV {args.kv_dtype}"
+    about += f", {layers} layers; engine built in {bench.ready_s:.1f} s"
+    lines = bench.take_host(max(whole, again))
+    print("\n".join([about, *lines, HEAD]), flush=True)
+    bench.run(bench.engine(whole, False), made(min(8, count), given, 4, 1))
+    rows = part(bench, "load", made(count, given, new, 2), whole, None)
+    asked = made(documents, length, answer, 3)
+    rows += part(bench, "again", asked, again, asked)
     if args.json:
         plain = [{k: v for k, v in row.items() if k != "ids"} for row in rows]
-        args.json.write_text(json.dumps({"device": gpu, "lines": lines, "rows": plain}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"about": about, "lines": lines, "rows": plain}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

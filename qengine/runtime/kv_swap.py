@@ -58,11 +58,16 @@ def measure(runner: Runner, host: HostBlocks, batched_tokens: int, max_model_len
     most = min(max(2, MEASURED_BYTES // host.block_bytes), host.num_blocks)
     out_one, back_one = _time_copies(host, 1)
     out_many, back_many = _time_copies(host, most)
-    out, back = (max(many - one, 1e-9) / max(1, most - 1) for many, one in ((out_many, out_one), (back_many, back_one)))
+    out, back = _each(out_one, out_many, most), _each(back_one, back_many, most)
     start = max(0.0, out_one + back_one - out - back)
     token = time_prefill(runner, batched_tokens, max_model_len)
     runner.cache.zero_blocks([0])
     return Measured(SwapCosts(out + back, start, token), out, back)
+
+
+def _each(one: float, many: float, count: int) -> float:
+    """Seconds of one more block, from those of one and of `count`; of one among many where a busy host blurs that."""
+    return (many - one) / (count - 1) if count > 1 and many > 2 * one else many / count
 
 
 def _time_copies(host: HostBlocks, count: int) -> tuple[float, float]:
