@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from timing import COLD_BYTES, arguments, error, graph_us, header, write
+from timing import arguments, header, write
 
 from qengine.plugin import AttentionSpec, KVDtype, KVLayout
 from qengine_dense.kv import AutoKV
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
+from qengine_kernels.timing import COLD_BYTES, error, graph_us
 from qengine_kv_fp8.backend import Fp8E4M3KV
 
 SPEC = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import arguments, copies, error, graph_us, header, write
+from timing import arguments, header, write
 from torch.nn import functional as F
 
 from qengine_kernels.fp8_linear.cuda import Fp8CudaLinear
 from qengine_kernels.fp8_linear.weight import Fp8Shard, stack_shards
 from qengine_kernels.launch import Chip
+from qengine_kernels.timing import copies, error, graph_us
 from qengine_kernels.wna16_gemm import TiledWeight, held_weight, wna16_matmul
 from qengine_kernels.wna16_gemm.layout import PackedWeight, pack_codes
 from qengine_kernels.wna16_gemm.reference import dequantize_reference
@@ -92,8 +93,7 @@ def measure(name: str, n: int, k: int, rows: list[dict[str, Any]]) -> None:
                 raise SystemExit(f"{name} M={m} {kind}: relative error {wrong:.3g} above {limit}")
             calls = fp8_calls(ops, x) if kind == "FP8" else [lambda op=op, x=x: op(x) for op in ops]
             row[kind], row[f"{kind} error"] = graph_us(calls if m <= 512 else calls[:4]), wrong
-        slices = 64 if n >= 16384 else 32
-        row["plan"] = plan_tiles(chip, m, n, k, slices).kind
+        row["plan"] = plan_tiles(chip, m, n, k, GROUP).kind
         row["floor"] = n * k / 2 * (1 + 8 / GROUP) / 4.2e6
         marlin, machete, cutlass, goal = PEERS.get((name, m), (None,) * 4)
         rows.append(row | {"Marlin": marlin, "Machete": machete, "CUTLASS FP8": cutlass, "goal": goal})

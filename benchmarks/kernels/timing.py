@@ -1,50 +1,13 @@
-"""How the kernel benchmarks measure: device events around the replay of one CUDA graph."""
+"""What the kernel benchmarks share: options, and how results are written."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-COLD_BYTES = 250_000_000
-"""What one graph reads at least, several times any L2 cache, so that no call finds its data there."""
-
-
-def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
-    """Microseconds of one call: the median over replays of a graph of all calls, over their number."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-def copies(nbytes: int, least: int = 2) -> int:
-    """How many sets of data of `nbytes` each are cold."""
-    return max(least, -(-COLD_BYTES // nbytes))
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative error, infinite where anything is not a number."""
-    value = ((got.float() - want.float()).norm() / want.float().norm()).item()
-    return value if value == value else float("inf")
 
 
 def arguments(doc: str | None) -> argparse.Namespace:

@@ -48,7 +48,6 @@ from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, ge
 from qengine_kernels.wna16_gemm.tiled_config import plan_tiles
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_dequantize_kernel, tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, tile_constants
-from qengine_kernels.wna16_gemm.tiles import tile_rows
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
@@ -105,16 +104,14 @@ def gemms(
 
 
 def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
-    p = tile_rows(k, n, group, 4)
-    assert p is not None
     types = {"p_x": dtype, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype}
     types |= {"p_parts": "fp32", "p_tickets": "i32"}
-    plan = plan_tiles(chip, m, n, k, p)
+    plan = plan_tiles(chip, m, n, k, group)
     if plan.kind == "dequantize":
-        constants = {"P": p, "GROUP": group, "SCALE": SCALES[scales], "ROWS": 1, "ASM": True}
+        constants = {"COLUMNS": plan.columns, "GROUP": group, "SCALE": SCALES[scales], "ROWS": 1, "ASM": True}
         yield Variant(f"tiled_dequantize k{k} g{group} {dtype}", tiled_dequantize_kernel, types, constants)
         return
-    constants, options = split_options(tile_constants(plan, p, group, scales))
+    constants, options = split_options(tile_constants(plan, group, scales))
     constants |= {"HAS_BIAS": True, "ASM": True}
     name = f"tiled_{plan.kind} m{m} n{n} k{k} g{group} {dtype}"
     yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))

@@ -18,8 +18,8 @@ Kind = Literal["few", "many", "dequantize"]
 
 @dataclass(frozen=True)
 class Entry:
-    """Tiles for up to `most` rows of x. `columns` is the most that a step takes of a tile's P; `fill` how many programs
-    a multiprocessor should get where K is split for want of output tiles."""
+    """Tiles for up to `most` rows of x. `columns`: the most columns of words in a step, 4 inputs each; `fill`: how many
+    programs a multiprocessor should get where K is split for want of output tiles."""
 
     most: int
     kind: Kind
@@ -42,7 +42,7 @@ WIDE = (
 """Where there are output tiles for every multiprocessor."""
 
 NARROW = (
-    Entry(8, "few", 64, 2, 8, 4, 3),
+    Entry(8, "few", 32, 2, 8, 4, 3),
     Entry(16, "many", 32, 2, 16, 4, 3),
     Entry(32, "many", 32, 1, 32, 4, 4),
     Entry(256, "many", 32, 1, 64, 4, 3),
@@ -53,6 +53,8 @@ NARROW = (
 DEEP = (*NARROW[:3], Entry(64, "many", 32, 1, 64, 4, 3), Entry(128, "many", 16, 2, 128, 8, 4, 1), NARROW[4])
 """The same where K is large beside N."""
 
+TUNED: dict[tuple[Chip, int, int, int], tuple[Entry, ...]] = {}
+"""Tables that were measured on this machine, by chip, N, K and group (see `tune.py`)."""
 MOST_SPLITS = 8
 LEAST_INPUTS = 512
 """Of a split: fewer are not worth the joining."""
@@ -61,10 +63,11 @@ LEAST_INPUTS = 512
 @dataclass(frozen=True)
 class TilePlan:
     """One launch: output tiles of 64 * rows outputs and block_m rows of x, each shared by `splits` programs that take
-    `share` steps of 4 * columns inputs."""
+    `share` steps of `parts` times 4 * columns inputs."""
 
     kind: Kind
     columns: int
+    parts: int
     rows: int
     block_m: int
     num_warps: int
@@ -74,29 +77,54 @@ class TilePlan:
     share: int
 
     @property
-    def parts(self) -> int:
-        """Elements of the splits' float32 results."""
+    def elements(self) -> int:
+        """Of the splits' float32 results."""
         return self.tiles * self.splits * OUTPUTS * self.rows * self.block_m
 
 
-def plan_tiles(chip: Chip, m: int, n: int, in_features: int, slice_rows: int, route: Route | None = None) -> TilePlan:
-    """The launch for x [m, in_features]; `route` as for `wna16_matmul`."""
-    wide = n // (2 * OUTPUTS) >= chip.multiprocessors
-    table = WIDE if wide else DEEP if in_features >= 2 * n else NARROW
+def plan_tiles(chip: Chip, m: int, n: int, in_features: int, group: int, route: Route | None = None) -> TilePlan:
+    """The launch for x [m, in_features]; `group` as in `TiledWeight`, `route` as for `wna16_matmul`."""
+    table = table_for(chip, n, in_features, group)
     if route == "dequantize" or (route is None and m > table[-1].most):
-        return TilePlan("dequantize", 0, 0, 0, 0, 0, 0, 1, 0)
+        return TilePlan("dequantize", *whole_groups(64, in_features, group, 1), 1, 0, 4, 1, 0, 1, 0)
     entry = next((e for e in table if m <= e.most), table[-1])
+    return plan_entry(chip, entry, m, n, in_features, group)
+
+
+def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, ...]:
+    """What was measured for this shape on this chip, else the built-in table for its proportions."""
+    if found := TUNED.get((chip, n, in_features, group)):
+        return found
+    if n // (2 * OUTPUTS) >= chip.multiprocessors:
+        return WIDE
+    return DEEP if in_features >= 2 * n else NARROW
+
+
+def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group: int) -> TilePlan:
+    """The launch for x [m, in_features] with the tiles of `entry`, smaller ones where the chip or the shape need it."""
     rows = entry.rows if n % (OUTPUTS * entry.rows) == 0 else 1
-    entry = fit(chip, replace(entry, rows=rows, columns=min(entry.columns, slice_rows)))
+    entry = fit(chip, replace(entry, rows=rows))
+    columns, parts = whole_groups(entry.columns, in_features, group, 2)
     tiles = n // (OUTPUTS * entry.rows) * ceil_div(m, entry.block_m)
-    steps = in_features // (4 * entry.columns)
+    steps = in_features // (4 * columns * parts)
     want = entry.fill * chip.multiprocessors // tiles
     want = max(1, min(want, MOST_SPLITS, in_features // LEAST_INPUTS))
     share = ceil_div(steps, want)
     return TilePlan(
-        entry.kind, entry.columns, entry.rows, entry.block_m, entry.num_warps, entry.num_stages,
+        entry.kind, columns, parts, entry.rows, entry.block_m, entry.num_warps, entry.num_stages,
         tiles, ceil_div(steps, share), share,
     )  # fmt: skip
+
+
+def whole_groups(columns: int, in_features: int, group: int, most_parts: int) -> tuple[int, int]:
+    """(columns of a part, parts of a step) of at most so many columns in all, a power of two: steps fill K, and each
+    part lies in one group, or is a tile."""
+    while columns > 16 and in_features % (4 * columns):
+        columns //= 2
+    part = columns
+    while part > 16 and group and group % (4 * part):
+        part //= 2
+    return part, min(columns // part, most_parts)
 
 
 def fit(chip: Chip, entry: Entry) -> Entry:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qengine_kernels.overlap import fetch_ahead, wait_for_earlier
+from qengine_kernels.overlap import wait_for_earlier
 from qengine_kernels.split_k import join_parts
 
 
@@ -31,18 +31,18 @@ FP16_PRODUCT = tl.constexpr("mul.f16x2 $0, $1, $2;")
 
 
 @triton.jit
-def _load_words(p_words, i_n, i_step, tiles, P: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr):
-    """Step i_step of ROWS neighbouring rows of tiles -> int16 [64 * ROWS, Q]; `tiles.py` explains the order."""
-    PART: tl.constexpr = 64 * Q
+def _load_words(p_words, i_n, i_part, k, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Part i_part of ROWS neighbouring rows of tiles -> int16 [64 * ROWS, COLUMNS]; `tiles.py` explains the order."""
+    PART: tl.constexpr = 64 * COLUMNS
     o = tl.arange(0, ROWS * PART)
     if ROWS == 1:
-        b_words = tl.load(p_words + i_n.to(tl.int64) * tiles * (64 * P) + i_step * PART + o)
+        b_words = tl.load(p_words + i_n.to(tl.int64) * k * 16 + i_part * PART + o)
     else:
-        o_row = (i_n * ROWS + o // PART).to(tl.int64) * tiles * (64 * P)
-        b_words = tl.load(p_words + o_row + i_step * PART + o % PART)
-    b_words = tl.reshape(b_words, [ROWS, Q // 16, 4, 8, 4, 2, 2, 2])
+        o_row = (i_n * ROWS + o // PART).to(tl.int64) * k * 16
+        b_words = tl.load(p_words + o_row + i_part * PART + o % PART)
+    b_words = tl.reshape(b_words, [ROWS, COLUMNS // 16, 4, 8, 4, 2, 2, 2])
     b_words = tl.permute(b_words, [0, 2, 6, 3, 1, 5, 4, 7])
-    return tl.reshape(b_words, [ROWS * 64, Q])
+    return tl.reshape(b_words, [ROWS * 64, COLUMNS])
 
 
 @triton.jit
@@ -94,122 +94,122 @@ def _scaled(b_codes, b_scale, ASM: tl.constexpr):
 
 
 @triton.jit
-def _beside(b_a, b_b):
-    """[R, P] and [R, P] -> [R, 2 * P]."""
-    return tl.reshape(tl.permute(tl.join(b_a, b_b), [0, 2, 1]), [b_a.shape[0], 2 * b_a.shape[1]])
+def _in_turns(b_a, b_b, WIDTH: tl.constexpr):
+    """[R, C] and [R, C] -> [R, 2 * C]: WIDTH columns of the one, then as many of the other, and so on."""
+    b_both = tl.reshape(tl.join(b_a, b_b), [b_a.shape[0], b_a.shape[1] // WIDTH, WIDTH, 2])
+    return tl.reshape(tl.permute(b_both, [0, 1, 3, 2]), [b_a.shape[0], 2 * b_a.shape[1]])
 
 
 @triton.jit
-def _meta(
-    p_meta, i_step, o_n, n, SLOT: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Scales and zeros of one slot in a step: a group has whole tiles or whole slots. GROUP 0: one for all of K."""
-    i_tile = i_step // (P // Q)
-    if GROUP == 0:
-        i_group = 0
-    elif GROUP >= 4 * P:
-        i_group = i_tile // (GROUP // (4 * P))
-    else:
-        i_group = i_tile * (4 * P // GROUP) + SLOT * P // GROUP
+def _meta(p_meta, i_k, o_n, n, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
+    """Scale, and what to add to codes, of the group of input i_k. GROUP 0: one for all of K."""
+    i_group = 0 if GROUP == 0 else i_k // GROUP
     return _split_meta(tl.load(p_meta + i_group * n + o_n), SCALE, DTYPE)
 
 
 @triton.jit
-def _fetch_weight(
-    p_words, p_meta, i_n, begin, end, tiles, n,
-    P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+def _weights(
+    p_words, p_meta, i_n, i_part, o_n, n, k, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first AHEAD steps' words, scales and zeros; a split that has fewer steps asks for some twice."""
-    PART: tl.constexpr = 64 * Q
-    o = tl.arange(0, AHEAD * PART // 64) * 64
-    o = begin * PART + tl.where(o < (end - begin) * PART, o, 0)
-    for row in tl.static_range(ROWS):
-        fetch_ahead(p_words + (i_n * ROWS + row).to(tl.int64) * tiles * (64 * P) + o)
-    if GROUP > 0:
-        o_n = i_n * (64 * ROWS) + tl.arange(0, 2 * ROWS) * 32
-        GROUPS: tl.constexpr = (AHEAD * 4 * Q + GROUP - 1) // GROUP
-        for i in tl.static_range(GROUPS):
-            fetch_ahead(p_meta + tl.minimum(begin * (4 * Q) // GROUP + i, (end * (4 * Q) - 1) // GROUP) * n + o_n)
+    """Part i_part of a row of tiles -> [64 * ROWS, 4 * COLUMNS], the weight or without SCALED its codes less their
+    zeros, and the scales float32 [64 * ROWS] of the codes. A part lies in one group, or has one tile and is SCALED."""
+    i_k = i_part * (4 * COLUMNS)
+    b_words = _load_words(p_words, i_n, i_part, k, COLUMNS, ROWS)
+    b_scale, b_minus = _meta(p_meta, i_k, o_n, n, GROUP, SCALE, DTYPE)
+    b_0 = _codes(b_words, b_minus, 0, ASM)
+    if SCALED:
+        b_0 = _scaled(b_0, b_scale, ASM)
+    if GROUP == 16:
+        b_scale, b_minus = _meta(p_meta, i_k + 16, o_n, n, GROUP, SCALE, DTYPE)
+    b_1 = _codes(b_words, b_minus, 1, ASM)
+    if SCALED:
+        b_1 = _scaled(b_1, b_scale, ASM)
+    if GROUP == 16 or GROUP == 32:
+        b_scale, b_minus = _meta(p_meta, i_k + 32, o_n, n, GROUP, SCALE, DTYPE)
+    b_2 = _codes(b_words, b_minus, 2, ASM)
+    if SCALED:
+        b_2 = _scaled(b_2, b_scale, ASM)
+    if GROUP == 16:
+        b_scale, b_minus = _meta(p_meta, i_k + 48, o_n, n, GROUP, SCALE, DTYPE)
+    b_3 = _codes(b_words, b_minus, 3, ASM)
+    if SCALED:
+        b_3 = _scaled(b_3, b_scale, ASM)
+    return _in_turns(_in_turns(b_0, b_1, 16), _in_turns(b_2, b_3, 16), 32), b_scale
 
 
 @triton.jit
 def _few(
-    p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, x_stride, tiles,
-    P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of a group's codes are scaled, not the codes: the fewest operations a code, while there are few rows of x.
     Products are 8 rows of x wide, which Triton gives to the plain matrix instructions: they wait for less."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     TWO: tl.constexpr = BLOCK_M == 16
+    SCALED: tl.constexpr = GROUP > 0 and GROUP < 64
     o_n = i_n * (64 * ROWS) + tl.arange(0, 64 * ROWS)
     o_m = i_m * BLOCK_M + tl.arange(0, 8)
-    p_slice = p_x + o_m.to(tl.int64)[None, :] * x_stride + tl.arange(0, Q)[:, None]
-    p_slice_2 = p_slice + 8 * x_stride
+    p_part = p_x + o_m.to(tl.int64)[None, :] * x_stride + tl.arange(0, 4 * COLUMNS)[:, None]
     x_mask = (o_m < m)[None, :]
     x_mask_2 = (o_m + 8 < m)[None, :]
     b_acc = tl.zeros([64 * ROWS, 8], tl.float32)
     b_acc_2 = b_acc
     for i in tl.range(begin, end, num_stages=STAGES):
-        b_words = _load_words(p_words, i_n, i, tiles, P, Q, ROWS)
-        b_sum = tl.zeros([64 * ROWS, 8], tl.float32)
-        b_sum_2 = b_sum
-        b_scale, b_minus = _meta(p_meta, i, o_n, n, 0, P, Q, GROUP, SCALE, DTYPE)
-        i_k = i // (P // Q) * (4 * P) + i % (P // Q) * Q
-        for SLOT in tl.static_range(4):
-            if SLOT > 0 and GROUP > 0 and SLOT * P % GROUP == 0:
-                b_acc += b_sum * b_scale[:, None]
-                b_sum = tl.zeros([64 * ROWS, 8], tl.float32)
-                if TWO:
-                    b_acc_2 += b_sum_2 * b_scale[:, None]
-                    b_sum_2 = b_sum
-                b_scale, b_minus = _meta(p_meta, i, o_n, n, SLOT, P, Q, GROUP, SCALE, DTYPE)
-            b_codes = _codes(b_words, b_minus, SLOT, ASM)
-            b_x = tl.load(p_slice + i_k + SLOT * P, mask=x_mask, other=0.0)
-            b_sum = tl.dot(b_codes, b_x, b_sum, input_precision="ieee")
+        for part in tl.static_range(PARTS):
+            i_part = i * PARTS + part
+            b_w, b_scale = _weights(
+                p_words, p_meta, i_n, i_part, o_n, n, k, COLUMNS, GROUP, SCALE, ROWS, SCALED, ASM, DTYPE
+            )
+            p_now = p_part + i_part * (4 * COLUMNS)
+            b_sum = tl.dot(b_w, tl.load(p_now, mask=x_mask, other=0.0), input_precision="ieee")
+            b_acc += b_sum if SCALED else b_sum * b_scale[:, None]
             if TWO:
-                b_x = tl.load(p_slice_2 + i_k + SLOT * P, mask=x_mask_2, other=0.0)
-                b_sum_2 = tl.dot(b_codes, b_x, b_sum_2, input_precision="ieee")
-        b_acc += b_sum * b_scale[:, None]
-        if TWO:
-            b_acc_2 += b_sum_2 * b_scale[:, None]
+                b_x = tl.load(p_now + 8 * x_stride, mask=x_mask_2, other=0.0)
+                b_sum = tl.dot(b_w, b_x, input_precision="ieee")
+                b_acc_2 += b_sum if SCALED else b_sum * b_scale[:, None]
     if TWO:
-        return _beside(b_acc, b_acc_2)
+        return _in_turns(b_acc, b_acc_2, 8)
     else:
         return b_acc
 
 
 @triton.jit
+def _finished(b_acc):
+    """b_acc, once the matrix units have added to it. Without this, Triton 3.6 leaves products whose left operand is in
+    registers under way on sm_90, and the next step's codes are decoded into those very registers: tiles of 256 rows of
+    x gave wrong sums with one group for all of K, and other kernels only happened to be slow enough."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _many(
-    p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, x_stride, tiles,
-    P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One product a step, so that Triton leaves the matrix units at work while the next codes are decoded."""
+    """One product a step, of which nothing is left to be done when the next codes are decoded."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
+    STEP: tl.constexpr = 4 * COLUMNS * PARTS
     o_n = i_n * (64 * ROWS) + tl.arange(0, 64 * ROWS)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_k = tl.arange(0, 4 * Q)
-    p_slices = p_x + o_m.to(tl.int64)[None, :] * x_stride + (o_k // Q * P + o_k % Q)[:, None]
+    p_step = p_x + o_m.to(tl.int64)[None, :] * x_stride + tl.arange(0, STEP)[:, None]
     x_mask = (o_m < m)[None, :]
     b_acc = tl.zeros([64 * ROWS, BLOCK_M], tl.float32)
     for i in tl.range(begin, end, num_stages=STAGES):
-        b_words = _load_words(p_words, i_n, i, tiles, P, Q, ROWS)
-        b_scale, b_minus = _meta(p_meta, i, o_n, n, 0, P, Q, GROUP, SCALE, DTYPE)
-        b_0 = _scaled(_codes(b_words, b_minus, 0, ASM), b_scale, ASM)
-        if GROUP > 0 and P % GROUP == 0:
-            b_scale, b_minus = _meta(p_meta, i, o_n, n, 1, P, Q, GROUP, SCALE, DTYPE)
-        b_1 = _scaled(_codes(b_words, b_minus, 1, ASM), b_scale, ASM)
-        if GROUP > 0 and 2 * P % GROUP == 0:
-            b_scale, b_minus = _meta(p_meta, i, o_n, n, 2, P, Q, GROUP, SCALE, DTYPE)
-        b_2 = _scaled(_codes(b_words, b_minus, 2, ASM), b_scale, ASM)
-        if GROUP > 0 and P % GROUP == 0:
-            b_scale, b_minus = _meta(p_meta, i, o_n, n, 3, P, Q, GROUP, SCALE, DTYPE)
-        b_3 = _scaled(_codes(b_words, b_minus, 3, ASM), b_scale, ASM)
-        i_k = i // (P // Q) * (4 * P) + i % (P // Q) * Q
-        b_x = tl.load(p_slices + i_k, mask=x_mask, other=0.0)
-        b_acc = tl.dot(_beside(_beside(b_0, b_1), _beside(b_2, b_3)), b_x, b_acc, input_precision="ieee")
+        b_w, _ = _weights(
+            p_words, p_meta, i_n, i * PARTS, o_n, n, k, COLUMNS, GROUP, SCALE, ROWS, True, ASM, DTYPE
+        )
+        if PARTS == 2:
+            b_2, _ = _weights(
+                p_words, p_meta, i_n, i * PARTS + 1, o_n, n, k, COLUMNS, GROUP, SCALE, ROWS, True, ASM, DTYPE
+            )
+            b_w = _in_turns(b_w, b_2, 4 * COLUMNS)
+        b_x = tl.load(p_step + i * STEP, mask=x_mask, other=0.0)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+        if ASM:
+            b_acc = _finished(b_acc)
     return b_acc
 
 
@@ -239,34 +239,30 @@ def _place(i_tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWATH: tl
 @triton.jit(do_not_specialize=["m", "share"])
 def tiled_kernel(
     p_x, p_words, p_meta, p_bias, p_out, p_parts, p_tickets, m, n, k, x_stride, share,
-    P: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, SWATH: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (output tiles, splits of K). A step along K takes Q of the P columns of a tile's words, 4 * Q inputs; a
-    split takes `share` steps. p_parts and p_tickets are those of `split_k.join_parts`. The weight of the first AHEAD
-    steps is on its way before x has to be there (with PDL; 0: not)."""
-    tiles = k // (4 * P)
+    """Grid (output tiles, splits of K). A step along K takes PARTS times COLUMNS columns of words, 4 inputs each; a
+    split takes `share` steps. p_parts and p_tickets are those of `split_k.join_parts`."""
+    wait_for_earlier(PDL)
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
     i_n, i_m = _place(i_tile, m, n, BLOCK_M, 64 * ROWS, SWATH)
     begin = 0
-    end = k // (4 * Q)
+    end = k // (4 * COLUMNS * PARTS)
     if SPLIT:
         begin = i_split * share
         end = tl.minimum(begin + share, end)
-    if PDL and AHEAD > 0:
-        _fetch_weight(p_words, p_meta, i_n, begin, end, tiles, n, P, Q, GROUP, ROWS, AHEAD)
-    wait_for_earlier(PDL)
     if FEW:
         b_acc = _few(
-            p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, x_stride, tiles,
-            P, Q, GROUP, SCALE, ROWS, BLOCK_M, ASM, STAGES,
+            p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
+            PARTS, COLUMNS, GROUP, SCALE, ROWS, BLOCK_M, ASM, STAGES,
         )  # fmt: skip
     else:
         b_acc = _many(
-            p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, x_stride, tiles,
-            P, Q, GROUP, SCALE, ROWS, BLOCK_M, ASM, STAGES,
+            p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
+            PARTS, COLUMNS, GROUP, SCALE, ROWS, BLOCK_M, ASM, STAGES,
         )  # fmt: skip
     if SPLIT:
         UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else 1
@@ -280,17 +276,16 @@ def tiled_kernel(
 @triton.jit(do_not_specialize=["first"])
 def tiled_dequantize_kernel(
     p_words, p_meta, p_out, n, k, first,
-    P: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from 64 * ROWS * first on, dense: p_out [outputs, K]. Grid (tile of K, tile of N)."""
+    """Outputs from 64 * ROWS * first on, dense: p_out [outputs, K]. Grid (part of K, tile of N)."""
     DTYPE: tl.constexpr = p_out.dtype.element_ty
-    i_tile = tl.program_id(0)
+    i_part = tl.program_id(0)
     i_local = tl.program_id(1)
     i_n = i_local + first
     o_n = tl.arange(0, 64 * ROWS)
-    b_words = _load_words(p_words, i_n, i_tile, k // (4 * P), P, P, ROWS)
-    p_rows = p_out + (i_local * (64 * ROWS) + o_n).to(tl.int64)[:, None] * k + i_tile * (4 * P)
-    for SLOT in tl.static_range(4):
-        b_scale, b_minus = _meta(p_meta, i_tile, i_n * (64 * ROWS) + o_n, n, SLOT, P, P, GROUP, SCALE, DTYPE)
-        b_w = _scaled(_codes(b_words, b_minus, SLOT, ASM), b_scale, ASM)
-        tl.store(p_rows + SLOT * P + tl.arange(0, P)[None, :], b_w)
+    b_w, _ = _weights(
+        p_words, p_meta, i_n, i_part, i_n * (64 * ROWS) + o_n, n, k, COLUMNS, GROUP, SCALE, ROWS, True, ASM, DTYPE
+    )
+    p_rows = p_out + (i_local * (64 * ROWS) + o_n).to(tl.int64)[:, None] * k + i_part * (4 * COLUMNS)
+    tl.store(p_rows + tl.arange(0, 4 * COLUMNS)[None, :], b_w)

@@ -18,8 +18,6 @@ from qengine_kernels.wna16_gemm.tiles import OUTPUTS, TiledWeight
 SCALES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 SWATH = 8
 """Tiles of N that programs go through for one tile of M before they turn to the next."""
-AHEAD = 4
-"""Steps whose words a program asks for before the kernels in front of it have ended."""
 
 
 def launch_tiled(
@@ -27,14 +25,18 @@ def launch_tiled(
 ) -> torch.Tensor:
     """x [M, K] float16 or bfloat16 with contiguous rows, bias [N] or None -> [M, N] in x's dtype. "gemv" and "gemm"
     both stand for the kernel over tiles, "dequantize" for a library GEMM; None picks by shape and chip."""
-    m = x.shape[0]
-    n, k = weight.out_features, weight.in_features
-    plan = plan_tiles(chip, m, n, k, weight.slice_rows, route)
+    plan = plan_tiles(chip, x.shape[0], weight.out_features, weight.in_features, weight.group, route)
+    return run_plan(x, weight, bias, plan)
+
+
+def run_plan(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, plan: TilePlan) -> torch.Tensor:
+    """As `launch_tiled`, with a plan that was made for this shape."""
     if plan.kind == "dequantize":
-        return _dequantize_then_multiply(x, weight, bias)
+        return _dequantize_then_multiply(x, weight, bias, plan)
+    m, n, k = x.shape[0], weight.out_features, weight.in_features
     split = plan.splits > 1
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    parts = torch.empty(plan.parts, dtype=torch.float32, device=x.device) if split else out
+    parts = torch.empty(plan.elements, dtype=torch.float32, device=x.device) if split else out
     tiled_kernel[(plan.tiles, plan.splits)](
         x,
         weight.words,
@@ -50,24 +52,23 @@ def launch_tiled(
         plan.share,
         HAS_BIAS=bias is not None,
         ASM=x.is_cuda,
-        **tile_constants(plan, weight.slice_rows, weight.group, weight.scale_dtype),
+        **tile_constants(plan, weight.group, weight.scale_dtype),
         **overlap(x.device),
     )
     return out
 
 
-def tile_constants(plan: TilePlan, slice_rows: int, group: int, scale_dtype: torch.dtype) -> dict[str, Any]:
+def tile_constants(plan: TilePlan, group: int, scale_dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time arguments of `tiled_kernel` that follow from a plan and a weight's layout."""
     return {
-        "P": slice_rows,
-        "Q": plan.columns,
+        "PARTS": plan.parts,
+        "COLUMNS": plan.columns,
         "GROUP": group,
         "SCALE": SCALES[scale_dtype],
         "ROWS": plan.rows,
         "BLOCK_M": plan.block_m,
         "SWATH": SWATH,
         "FEW": plan.kind == "few",
-        "AHEAD": AHEAD,
         "SPLIT": plan.splits > 1,
         "STAGES": plan.num_stages,
         "num_warps": plan.num_warps,
@@ -75,18 +76,18 @@ def tile_constants(plan: TilePlan, slice_rows: int, group: int, scale_dtype: tor
     }
 
 
-def dequantize_tiles(weight: TiledWeight, out: torch.Tensor, first: int) -> None:
+def dequantize_tiles(weight: TiledWeight, out: torch.Tensor, first: int, columns: int) -> None:
     """Outputs [first, first + len(out)) of the weight into `out` [outputs, K], contiguous, float16 or bfloat16; both
-    counts are multiples of 64."""
+    counts are multiples of 64. `columns`: of words, that a program takes (see `whole_groups`)."""
     k = weight.in_features
-    tiled_dequantize_kernel[(k // (4 * weight.slice_rows), len(out) // OUTPUTS)](
+    tiled_dequantize_kernel[(k // (4 * columns), len(out) // OUTPUTS)](
         weight.words,
         weight.meta,
         out,
         weight.out_features,
         k,
         first // OUTPUTS,
-        P=weight.slice_rows,
+        COLUMNS=columns,
         GROUP=weight.group,
         SCALE=SCALES[weight.scale_dtype],
         ROWS=1,
@@ -95,14 +96,16 @@ def dequantize_tiles(weight: TiledWeight, out: torch.Tensor, first: int) -> None
     )
 
 
-def _dequantize_then_multiply(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _dequantize_then_multiply(
+    x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, plan: TilePlan
+) -> torch.Tensor:
     n, k = weight.out_features, weight.in_features
     chunk = chunk_of(n, k, x.element_size())
     scratch = torch.empty((chunk, k), dtype=x.dtype, device=x.device)
     out = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
     for first in range(0, n, chunk):
         dense = scratch[: min(chunk, n - first)]
-        dequantize_tiles(weight, dense, first)
+        dequantize_tiles(weight, dense, first, plan.columns)
         columns = out[:, first : first + len(dense)]
         if bias is None:
             torch.mm(x, dense.t(), out=columns)

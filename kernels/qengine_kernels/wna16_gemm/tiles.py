@@ -1,16 +1,16 @@
 """4-bit codes in the order in which matrix units take them; see `tiled_kernel.py` for what reads it.
 
-A tile has 64 outputs and 4 * P inputs. An int16 holds four codes of one output: inputs c, P + c, 2 P + c and 3 P + c of
-the tile, from the lowest bits up, so that one slot of all int16 of a tile is a [64, P] slice of the weight that belongs
-to P neighbouring columns of x. The int16 (n, c) are stored so that each of 128 threads finds what it passes to the
-matrix units in 16 neighbouring bytes (the fragment of the left operand of mma.m16n8k16 and wgmma, PTX ISA 9.7):
+A tile has 64 outputs and 64 inputs. An int16 holds four codes of one output: inputs c, 16 + c, 32 + c and 48 + c of the
+tile, from the lowest bits up, so that one slot of all int16 of a tile is a [64, 16] slice of the weight that belongs to
+16 neighbouring columns of x. The int16 (n, c) are stored so that each of 128 threads finds what it passes to the matrix
+units in neighbouring bytes (the fragment of the left operand of mma.m16n8k16 and wgmma, PTX ISA 9.7):
 
-    n = 16 w + 8 r + g          w 0..3, r 0..1, g 0..7
-    c = 16 q + 8 h + 2 t + b    q 0..P/16-1, h 0..1, t 0..3, b 0..1
-    order, slowest first: q, w, g, t, h, r, b
+    n = 16 w + 8 r + g      w 0..3, r 0..1, g 0..7
+    c = 8 h + 2 t + b       h 0..1, t 0..3, b 0..1
+    order, slowest first: w, g, t, h, r, b
 
-Tiles follow each other along K, then along N. Scale and zero of a group are one int32, which is wide enough to be
-copied ahead of time.
+Tiles follow each other along K, then along N: any number of neighbouring ones can be taken in one piece. Scale and zero
+of a group are one int32, which is wide enough to be copied ahead of time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from qengine_kernels.wna16_gemm.layout import PackedWeight, pack_codes, unpack_w
 
 OUTPUTS = 64
 """Outputs in a tile."""
-MANY_OUTPUTS = 16384
+INPUTS = 64
+"""Inputs in a tile."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class TiledWeight:
     words       int16 [K * N / 4], see above
     meta        int32 [G, N]: the bits of the scale (`scale_dtype`, float16 or bfloat16) and 65536 times the zero
     group_size  K rows that share a row of meta: whole tiles, or whole slices of one
-    slice_rows  P
     """
 
     words: torch.Tensor
@@ -41,7 +41,6 @@ class TiledWeight:
     scale_dtype: torch.dtype
     in_features: int
     group_size: int
-    slice_rows: int
 
     @property
     def out_features(self) -> int:
@@ -57,9 +56,9 @@ class TiledWeight:
 
     def codes(self) -> torch.Tensor:
         """uint8 [K, N]."""
-        k, n, p = self.in_features, self.out_features, self.slice_rows
-        words = self.words.view(n // OUTPUTS, k // (4 * p), p // 16, 4, 8, 4, 2, 2, 2)  # n k q w g t h r b
-        words = words.permute(1, 2, 6, 5, 8, 0, 3, 7, 4).reshape(-1, p, n).to(torch.int32)
+        k, n = self.in_features, self.out_features
+        words = self.words.view(n // OUTPUTS, k // INPUTS, 4, 8, 4, 2, 2, 2)  # n k w g t h r b
+        words = words.permute(1, 5, 4, 7, 0, 2, 6, 3).reshape(-1, 16, n).to(torch.int32)
         return torch.stack([((words >> 4 * s) & 15).to(torch.uint8) for s in range(4)], dim=1).reshape(k, n)
 
     def packed(self) -> PackedWeight:
@@ -69,17 +68,10 @@ class TiledWeight:
         return PackedWeight(pack_codes(self.codes()), scales, zeros, self.in_features, self.group_size)
 
 
-def tile_rows(in_features: int, out_features: int, group_size: int, bits: int) -> int | None:
-    """P for a weight of this shape, the largest of 32 and 16 whose tiles fill it and keep to its groups; None where
-    none does. With as many outputs as feed every multiprocessor without splitting K, 64 comes first: fewer steps."""
-    if bits != 4 or out_features % OUTPUTS:
-        return None
-    for p in (64, 32, 16) if out_features >= MANY_OUTPUTS else (32, 16):
-        whole_tiles = group_size % (4 * p) == 0 or group_size >= in_features
-        whole_slices = group_size % p == 0 and 4 * p % group_size == 0
-        if in_features % (4 * p) == 0 and (whole_tiles or whole_slices):
-            return p
-    return None
+def fills_tiles(in_features: int, out_features: int, group_size: int, bits: int) -> bool:
+    """Whether tiles fill a weight of this shape and keep to its groups."""
+    groups = group_size >= in_features or group_size % INPUTS == 0 or group_size in (16, 32)
+    return bits == 4 and out_features % OUTPUTS == 0 and in_features % INPUTS == 0 and groups
 
 
 def has_tiles(
@@ -91,11 +83,8 @@ def has_tiles(
     dtype: torch.dtype,
     tensor_cores: bool,
 ) -> bool:
-    """Whether a weight is held in tiles where x has `dtype`: matrix units take 16 bits. Never with one group for all of
-    K: on an H200, bfloat16 results of such a weight (K 256, N 384) were wrong, and the cause is not known."""
-    if group_size >= in_features:
-        return False
-    fits = tile_rows(in_features, out_features, group_size, bits) is not None
+    """Whether a weight is held in tiles where x has `dtype`: matrix units take 16 bits."""
+    fits = fills_tiles(in_features, out_features, group_size, bits)
     return tensor_cores and dtype in (torch.float16, torch.bfloat16) and scale_bytes == 2 and fits
 
 
@@ -107,15 +96,14 @@ def tiled_bytes(in_features: int, out_features: int, group_size: int) -> int:
 def to_tiles(weight: PackedWeight) -> TiledWeight:
     """The same weight in tiles; peak: its codes as one byte each. Raises ValueError for a shape that has none."""
     k, n = weight.in_features, weight.out_features
-    p = tile_rows(k, n, weight.group_size, weight.bits)
-    if p is None:
+    if not fills_tiles(k, n, weight.group_size, weight.bits):
         raise ValueError(f"a weight [{k}, {n}] of {weight.bits} bits with groups of {weight.group_size} has no tiles")
-    codes = unpack_words(weight.words, k).view(-1, 4, p, n)
-    words = torch.zeros(codes.shape[0], p, n, dtype=torch.int16, device=codes.device)
+    codes = unpack_words(weight.words, k).view(-1, 4, 16, n)
+    words = torch.zeros(codes.shape[0], 16, n, dtype=torch.int16, device=codes.device)
     for slot in range(4):
         words |= codes[:, slot].to(torch.int16) << (4 * slot)
-    words = words.view(k // (4 * p), p // 16, 2, 4, 2, n // OUTPUTS, 4, 2, 8)  # k q h t b n w r g
-    words = words.permute(5, 0, 1, 6, 8, 3, 2, 7, 4).reshape(-1)
+    words = words.view(k // INPUTS, 2, 4, 2, n // OUTPUTS, 4, 2, 8)  # k h t b n w r g
+    words = words.permute(4, 0, 5, 7, 2, 1, 6, 3).reshape(-1)
     bits = weight.scales.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     zeros = weight.symmetric_zero if weight.zeros is None else weight.zeros.to(torch.int32)
-    return TiledWeight(words, bits | (zeros << 16), weight.scales.dtype, k, weight.group_size, p)
+    return TiledWeight(words, bits | (zeros << 16), weight.scales.dtype, k, weight.group_size)

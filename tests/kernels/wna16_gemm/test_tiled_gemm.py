@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-import qengine_kernels.wna16_gemm.tiles as tiles
 from qengine_gptq.kernels import UNPACK
 from qengine_kernels.launch import SHARED_MEMORY, Chip
 from qengine_kernels.split_k import tickets
@@ -22,12 +21,16 @@ from qengine_kernels.wna16_gemm import (
     to_tiles,
     wna16_matmul,
 )
-from qengine_kernels.wna16_gemm.tiled_config import DEEP, NARROW, WIDE, fit, plan_tiles, shared_bytes
+from qengine_kernels.wna16_gemm.tiled_config import DEEP, NARROW, WIDE, fit, plan_tiles, shared_bytes, whole_groups
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# K, N, group size: a group a tile, several tiles a group, several groups a tile, narrow slices, one group
-SHAPES = [(512, 128, 128), (1024, 64, 256), (384, 192, 32), (576, 64, 64), (512, 64, -1), (256, 384, 64)]
+# K, N, group size: several tiles a group, two groups and four slices a tile, a group a tile, one group, groups that no
+# power of two divides
+SHAPES = [
+    (512, 128, 128), (1024, 64, 256), (384, 192, 32), (192, 64, 16), (576, 64, 64), (512, 64, -1), (256, 384, -1),
+    (1152, 64, 192),
+]  # fmt: skip
 
 
 def weight_of(
@@ -60,32 +63,38 @@ def test_tiles_match_reference(
 ) -> None:
     packed, dense = weight_of(*shape, device, zeros=m != 9)
     weight = to_tiles(packed)
-    assert isinstance(held_weight(packed, dtype, Chip.of(device)), PackedWeight if shape[2] == -1 else TiledWeight)
+    assert isinstance(held_weight(packed, dtype, Chip.of(device)), TiledWeight)
     x = torch.randn(m, shape[0]).to(dtype).to(device)
     bias = torch.randn(shape[1]).to(dtype).to(device)
     got = multiply(x, weight, bias)
     assert got.dtype == dtype
     want = x.float() @ dense + bias.float()
     assert_close("tiles", got, want, LIMITS[dtype])
-    for name, wrong in (("a column further", dense.roll(1, 1)), ("a slice further", dense.roll(weight.slice_rows, 0))):
+    for name, wrong in (("a column further", dense.roll(1, 1)), ("a slice further", dense.roll(16, 0))):
         with pytest.raises(KernelMismatch):
             assert_close(name, got, x.float() @ wrong + bias.float(), 0.1)
 
 
 @pytest.mark.parametrize("m", [5, 16, 31, 64, 128, 300])
-@pytest.mark.parametrize(("multiprocessors", "k", "slices"), [(1, 512, 64), (1, 512, 32), (64, 1024, 32)])
-def test_every_entry_of_the_tables(
-    m: int, multiprocessors: int, k: int, slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("multiprocessors", "k", "group"), [(1, 512, 256), (1, 512, 128), (64, 1024, 128)])
+def test_every_entry_of_the_tables(m: int, multiprocessors: int, k: int, group: int, device: torch.device) -> None:
     """A chip with one multiprocessor takes wide outputs whole, one with many splits K; tickets are 0 again after."""
-    monkeypatch.setattr(tiles, "MANY_OUTPUTS", 64 if slices == 64 else 1 << 30)
-    packed, dense = weight_of(k, 256, 128, device)
+    packed, dense = weight_of(k, 256, group, device)
     weight, chip = to_tiles(packed), Chip(90, 227 * 1024, multiprocessors)
-    assert weight.slice_rows == slices
-    assert (plan_tiles(chip, m, 256, k, slices).splits > 1) == (multiprocessors > 1)
+    assert (plan_tiles(chip, m, 256, k, group).splits > 1) == (multiprocessors > 1)
     x = torch.randn(m, k, device=device).half()
     assert_close("entry", multiply(x, weight, None, chip), x.float() @ dense, LIMITS[torch.float16])
     assert not tickets(device).any()
+
+
+def test_parts_keep_to_groups() -> None:
+    """Columns of words in a part and parts in a step; 4 inputs a column."""
+    wanted = {
+        (64, 4096, 128): (32, 2), (64, 4096, 0): (64, 1), (64, 4096, 64): (16, 2), (32, 4096, 128): (32, 1),
+        (64, 576, 64): (16, 1), (64, 1152, 192): (16, 2), (64, 4096, 32): (16, 2), (16, 4096, 32): (16, 1),
+    }  # fmt: skip
+    assert {case: whole_groups(*case, 2) for case in wanted} == wanted
+    assert whole_groups(64, 4096, 64, 1) == (16, 1)
 
 
 def test_narrow_scales_and_strided_rows(device: torch.device) -> None:
@@ -96,22 +105,20 @@ def test_narrow_scales_and_strided_rows(device: torch.device) -> None:
     assert_close("bf16 scales", multiply(x, to_tiles(packed), None), x.float() @ dense, LIMITS[torch.float16])
 
 
-@pytest.mark.parametrize("slices", [16, 32, 64])
-def test_order_by_definition(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_by_definition() -> None:
     """Every code lies where the layout's description says, and comes back from there."""
-    monkeypatch.setattr(tiles, "MANY_OUTPUTS", 64 if slices == 64 else 1 << 30)
-    k, n = (192 if slices == 16 else 512), 128
-    packed, _ = weight_of(k, n, 64 if slices == 16 else 128, torch.device("cpu"))
+    k, n = 192, 128
+    packed, _ = weight_of(k, n, 64, torch.device("cpu"))
     weight = to_tiles(packed)
     codes = weight.codes()
-    assert weight.slice_rows == slices and torch.equal(pack_codes(codes), packed.words)
-    words = weight.words.view(n // 64, k // (4 * slices), -1)
-    for output, column in product((0, 9, 70, 127), range(0, slices, 3)):
-        q, h, t, b = column // 16, column % 16 // 8, column % 8 // 2, column % 2
+    assert torch.equal(pack_codes(codes), packed.words)
+    words = weight.words.view(n // 64, k // 64, -1)
+    for output, column in product((0, 9, 70, 127), range(0, 16, 3)):
+        h, t, b = column // 8, column % 8 // 2, column % 2
         w, r, g = output % 64 // 16, output % 16 // 8, output % 8
-        place = ((((((q * 4 + w) * 8 + g) * 4 + t) * 2 + h) * 2 + r) * 2) + b
+        place = (((((w * 8 + g) * 4 + t) * 2 + h) * 2 + r) * 2) + b
         word = int(words[output // 64, 1, place]) & 0xFFFF
-        rows = [4 * slices + s * slices + column for s in range(4)]
+        rows = [64 + 16 * s + column for s in range(4)]
         assert [word >> 4 * s & 15 for s in range(4)] == codes[rows, output].tolist()
     back = weight.packed()
     assert torch.equal(back.words, packed.words) and torch.equal(back.scales, packed.scales)
