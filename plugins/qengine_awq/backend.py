@@ -23,6 +23,8 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    WeightSample,
+    dummy_samples,
     headers_of,
 )
 from qengine_awq.config import AwqConfig, read_config
@@ -262,6 +264,13 @@ class AwqQuant(WeightQuant):
             else:
                 made[leaf] = random.bits(info)
         return made
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """The layouts that the quantizer does not make."""
+        config = {"quant_method": "awq", "bits": 4, "group_size": 64}
+        ways = ({"version": "gemv"}, {"version": "gemv_fast"}, {"version": "gemm", "zero_point": False})
+        return dummy_samples(cls, [{"zero_point": True, **config, **way} for way in ways])
 
     def unread(self, tensor: TensorInfo) -> str | None:
         if tensor.name.endswith(".scales") and len(tensor.shape) == 1:  # a linear's have two dimensions

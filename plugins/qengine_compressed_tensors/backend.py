@@ -10,9 +10,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant, headers_of
+import torch
+
+from qengine.plugin import (
+    LinearScheme,
+    LinearSpec,
+    RandomTensors,
+    TensorInfo,
+    WeightQuant,
+    WeightSample,
+    dummy_samples,
+    headers_of,
+)
 from qengine_compressed_tensors.arguments import Args
 from qengine_compressed_tensors.config import Config, Group, read_config
+from qengine_compressed_tensors.dummy import dummy_tensors, sample_configs
 from qengine_compressed_tensors.fp8 import Fp8Scheme
 from qengine_compressed_tensors.headers import (
     FORMAT_KIND,
@@ -84,6 +96,17 @@ class CompressedTensorsQuant(WeightQuant):
             return None
         scheme, _ = self._scheme(matched[0], nominal_kind(matched[0]), spec, {})
         return headers_of(scheme, spec)
+
+    def dummy(
+        self, spec: LinearSpec, tensors: Mapping[str, TensorInfo], random: RandomTensors
+    ) -> dict[str, torch.Tensor]:
+        scheme = self.scheme_for(spec, tensors)
+        integers = scheme.stored if isinstance(scheme, WeightOnlyInt | Int8Scheme) else None
+        return dummy_tensors(spec, tensors, integers, random)
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        return dummy_samples(cls, sample_configs())
 
     def _warn_if_named(self, module: str, tensors: Mapping[str, TensorInfo]) -> None:
         """A dense module that a target names. Class names say little: a tied head is an embedding, for one."""

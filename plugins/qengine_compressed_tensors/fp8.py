@@ -99,6 +99,9 @@ class Fp8Scheme(LinearScheme):
         needs += [TensorNeed(leaf, shape, ANY, required=False) for leaf, shape in s.unused]
         return needs + bias_need(spec)
 
+    def inputs_per_scale(self, spec: LinearSpec) -> int:
+        return spec.in_features if self.stored.block is None else self.stored.block[1]
+
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
         return fp8_bytes(spec.out_features, spec.in_features, self.stored.block, spec.bias, dtype)
 

@@ -20,6 +20,7 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    WeightSample,
 )
 from qengine_kernels.cpu_linear import (
     DenseCpuLinear,
@@ -185,3 +186,16 @@ class DenseQuant(WeightQuant):
             "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed",
             "config_groups": {}, "ignore": [], "kv_cache_scheme": {**scheme, "strategy": strategies[granularity]},
         }  # fmt: skip
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """One of each dtype that files hold, and one with a bias."""
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for dtype, bias in ((torch.bfloat16, False), (torch.float16, True), (torch.float32, False)):
+            spec = LinearSpec("model.layers.0.mlp.up_proj", 80, 48, bias)
+            tensors = {"weight": torch.randn(48, 80, generator=generator).to(dtype)}
+            if bias:
+                tensors["bias"] = torch.randn(48, generator=generator).to(dtype)
+            found.append(WeightSample(None, spec, tensors))
+        return found

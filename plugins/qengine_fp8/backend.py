@@ -25,6 +25,8 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    WeightSample,
+    dummy_samples,
     headers_of,
 )
 from qengine_fp8.config import Fp8Config, read_config
@@ -89,6 +91,9 @@ class Fp8Scheme(LinearScheme):
             shape = (1,) * self.stored.input_rank
             needs.append(TensorNeed(self.stored.input_leaf, shape, SCALE_CODES[:3]))
         return needs + bias_need(spec)
+
+    def inputs_per_scale(self, spec: LinearSpec) -> int:
+        return spec.in_features if self.stored.block is None else self.stored.block[1]
 
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
         return fp8_bytes(spec.out_features, spec.in_features, self.stored.block, spec.bias, dtype)
@@ -256,6 +261,14 @@ class Fp8Quant(WeightQuant):
             else:
                 made[leaf] = random.uniform(info, 0.0, 0.0)
         return made
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """A scale a tensor with a stored one for activations, and a scale a block."""
+        config = {"quant_method": "fp8"}
+        return dummy_samples(
+            cls, [config | {"activation_scheme": "static"}, config | {"weight_block_size": [128, 128]}]
+        )
 
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:

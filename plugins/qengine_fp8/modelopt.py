@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qengine.plugin import Quantizer
+from qengine.plugin import Quantizer, TensorInfo, WeightSample, dummy_samples
 from qengine_fp8.backend import Fp8Quant
 from qengine_fp8.config import read_modelopt
 
@@ -25,3 +25,10 @@ class ModelOptQuant(Fp8Quant):
     @classmethod
     def quantizer(cls, **options: Any) -> Quantizer | None:
         return None
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """A scale a tensor, without and with one for the activations."""
+        configs = [{"quant_method": "modelopt", "quant_algo": "FP8"}]
+        static = {"input_scale": TensorInfo("input_scale", "F32", ())}
+        return [*dummy_samples(cls, configs), *dummy_samples(cls, configs, extra=static)]

@@ -22,6 +22,8 @@ from qengine.plugin import (
     TensorInfo,
     TensorNeed,
     WeightQuant,
+    WeightSample,
+    dummy_samples,
     headers_of,
 )
 from qengine_gptq.config import GptqConfig, ModuleConfig, read_config
@@ -230,6 +232,13 @@ class GptqQuant(WeightQuant):
         bits = 4 if settings.bits is None else settings.bits
         size = 128 if settings.group_size is None else settings.group_size
         return dummy_tensors(tensors, bits, spec.in_features if size == -1 else size, settings.zero_rule, random)
+
+    @classmethod
+    def samples(cls) -> Sequence[WeightSample]:
+        """Widths, zeros and an order of channels that the quantizer does not make."""
+        config = {"quant_method": "gptq", "group_size": 64, "desc_act": False, "sym": False}
+        ways = ({"bits": 2}, {"bits": 3}, {"bits": 8}, {"bits": 4, "desc_act": True, "checkpoint_format": "gptq_v2"})
+        return dummy_samples(cls, [{**config, **way} for way in ways])
 
     def _settings(
         self, spec: LinearSpec, tensors: Mapping[str, TensorInfo]

@@ -13,6 +13,7 @@ from qengine.cli import bench, calibrate, doctor, inspect, plan, plugins, pull, 
 from qengine.cli import eval as eval_command
 from qengine.cli.options import Parser, dashed, refuse_switch_value, refuse_unknown
 from qengine.errors import UserError
+from qengine.plugin.faults import plugin_fault
 
 COMMANDS = (serve, plan, pull, plugins, inspect, doctor, calibrate, eval_command, bench)
 DEBUG_ENV = "QENGINE_DEBUG"
@@ -66,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as e:
+        fault = plugin_fault(e)
+        if fault is None or debug:
+            raise
+        print(f"qengine: error: {fault}", file=sys.stderr)
+        return USER_ERROR
 
 
 def _run(argv: Sequence[str]) -> int:

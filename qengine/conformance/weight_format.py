@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qengine.conformance.kit import CheckFailed, NotApplicable, Registry, need
-from qengine.conformance.weight_numbers import product
+from qengine.conformance.weight_numbers import ROUNDED, product
 from qengine.conformance.weight_subject import PLAIN, Stored, WeightSubject, inputs, weight_of
 from qengine.plugin import CalibratedQuantizer, DeviceInfo, InputStats, LinearSpec
 from qengine.plugin.discovery import list_plugins
@@ -139,7 +139,7 @@ def _zero(subject: WeightSubject, own: Stored, leaf: str) -> None:
         except ValueError:
             return
         x = inputs(2, own.spec, dtype, place)
-        limit = limit + 0.04 if op.rounds_activations else limit
+        limit = limit + ROUNDED if op.rounds_activations else limit
         error = relative_error(op(x), product(zeroed, x))
         need(error <= limit, f"{own} on {place}: with {leaf} = 0 the result is off by {error:.2g}")
 
@@ -221,10 +221,12 @@ def sharding(subject: WeightSubject) -> None:
 
 
 def split(own: Stored, along: str) -> list[Stored] | None:
-    """Two linears with half of the outputs or inputs each; None where a tensor's dimension is odd."""
+    """Two linears with half of the outputs or inputs each; None where a tensor's dimension is odd, or a half of the
+    inputs would end within a group that shares a scale."""
     spec = own.spec
     size = spec.out_features if along == "output" else spec.in_features
-    if size % 16:
+    per_scale = (own.scheme.inputs_per_scale(spec) if along == "input" else None) or size
+    if size % 16 or (per_scale < size and (size // 2) % per_scale):
         return None
     halves: list[dict[str, torch.Tensor]] = [{}, {}]
     for n in own.scheme.tensors(spec):
@@ -256,7 +258,7 @@ def _run_halves(subject: WeightSubject, own: Stored, halves: list[Stored], along
         want = x.float().cpu() @ own.weight.T
         if own.spec.bias and along == "output":
             want = want + own.tensors["bias"].float()
-        limit = limit + 0.04 if ops[0].rounds_activations else limit
+        limit = limit + ROUNDED if ops[0].rounds_activations else limit
         error = relative_error(y, want)
         need(error <= 2 * limit, f"{own} on {place}: two halves along the {along}s are off by {error:.2g}")
 

@@ -10,11 +10,10 @@ from qengine.core.memory import format_bytes
 from qengine.doctor.bandwidth import Bandwidth
 from qengine.doctor.environment import Environment, GpuState
 from qengine.doctor.self_test import Result
-from qengine.plugin.discovery import requirements_of
+from qengine.plugin.discovery import OWN_DISTRIBUTION, requirements_of
 from qengine.runtime.device import MIN_SM
 from qengine.runtime.gpus import GPUS
 
-DISTRIBUTION = "qengine-llm"
 MOSTLY_FREE = 0.9
 SLOW_LINK = 0.6
 """Share of what a card's PCIe generation reaches, below which something is wrong with slot or power."""
@@ -40,7 +39,7 @@ def _failures(results: list[Result]) -> Iterator[str]:
 
 def _versions(e: Environment) -> Iterator[str]:
     """Installed packages against what this distribution asks for."""
-    for requirement in map(Requirement, requirements_of(DISTRIBUTION)):
+    for requirement in map(Requirement, requirements_of(OWN_DISTRIBUTION)):
         name, marker = requirement.name, requirement.marker
         if name not in e.packages or (marker is not None and not marker.evaluate({"extra": ""})):
             continue

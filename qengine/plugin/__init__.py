@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SideLayout,
     )
     from qengine.plugin.random_tensors import E4M3_MAX, E4M3_STD, WEIGHT_STD, RandomTensors
+    from qengine.plugin.samples import dummy_samples
     from qengine.plugin.version import CONTRACT_VERSION
     from qengine.plugin.weights import (
         LinearOp,
@@ -74,6 +75,7 @@ __all__ = [
     "WeightKernels",
     "WeightQuant",
     "WeightSample",
+    "dummy_samples",
     "headers_of",
     "tie",
 ]
@@ -86,6 +88,7 @@ _MODULES = {
     **dict.fromkeys(("ExpertPairs", "ExpertsOp"), "experts"),
     **dict.fromkeys(("AttentionSpec", "KVDtype", "KVFunctions", "KVLayout", "KVRowFunctions", "KVScales"), "kv"),
     **dict.fromkeys(("Side", "SideLayout"), "kv"),
+    "dummy_samples": "samples",
     **dict.fromkeys(("E4M3_MAX", "E4M3_STD", "WEIGHT_STD", "RandomTensors"), "random_tensors"),
 }
 

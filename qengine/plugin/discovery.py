@@ -35,6 +35,8 @@ GROUPS: dict[Kind, str] = {
     "kv": "qengine.kv_dtype",
     "kernels": "qengine.weight_kernels",
 }
+OWN_DISTRIBUTION = "qengine-llm"
+"""Of the built-in plugins."""
 FLAGS: dict[Kind, str] = {"weight": "--quantization", "kv": "--kv-cache-dtype", "kernels": "kernels for"}
 
 
@@ -185,7 +187,7 @@ def _load(record: PluginRecord, entry: metadata.EntryPoint) -> Loaded:
         loaded = entry.load()
     except (Exception, SystemExit) as e:  # a plugin that exits at import must not take qengine with it
         raise PluginError(
-            f"{where} does not load: {_first_line(_root(e))}", hint="`qengine plugins --verbose` shows the traceback"
+            f"{where} does not load: {first_line(_root(e))}", hint="`qengine plugins --verbose` shows the traceback"
         ) from e
     _check_contract(record, where, loaded)
     return loaded  # type: ignore[no-any-return]
@@ -219,7 +221,7 @@ def _faulty(record: PluginRecord, e: PluginError) -> PluginRecord:
     if e.__cause__ is None:
         return replace(record, state="broken", error=str(e))
     text = "".join(tracebacks.format_exception(e.__cause__))
-    return replace(record, state="broken", error=_first_line(_root(e)), traceback=text)
+    return replace(record, state="broken", error=first_line(_root(e)), traceback=text)
 
 
 class _OtherContract(PluginError):
@@ -237,7 +239,8 @@ def _root(e: BaseException) -> BaseException:
     return e
 
 
-def _first_line(e: BaseException) -> str:
+def first_line(e: BaseException) -> str:
+    """Type and first line of the message."""
     return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}".rstrip(": ")
 
 

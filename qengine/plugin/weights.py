@@ -135,7 +135,8 @@ class LinearScheme(ABC):
 
     @abstractmethod
     def resident_bytes(self, spec: LinearSpec, device: DeviceInfo, dtype: torch.dtype) -> int:
-        """Bytes that `bind` will keep for this linear; pure, used by the planner before anything is read.
+        """Bytes that `bind` will keep for this linear, single numbers aside; pure, used by the planner before anything
+        is read.
 
         Of shards that run fused, `spec` is the whole: the first one's name, all their outputs.
         """

@@ -40,7 +40,10 @@ class Target:
     def ask(self, capability: Callable[[DeviceInfo, torch.dtype], Capability]) -> Answer:
         if self.dtype is None:
             return Answer(self.name, "", "refused", self.problem)
-        found = capability(self.info, self.dtype)
+        try:
+            found = capability(self.info, self.dtype)
+        except Exception as e:  # one plugin's fault is its own answer, and no other's
+            found = Capability.refused(f"it fails: {type(e).__name__}: {e}")
         return Answer(self.name, str(self.dtype).removeprefix("torch."), found.kind, found.reason)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -31,34 +32,45 @@ def prefer_kernels(
         good, bad = find(name)
         warnings += [f"kernels of {r.origin} for {name} are not used: they do not load: {r.error}" for r in bad]
         for record, kernels in good:
-            trial = Trial(kernels(), info, dtype)
+            trial = Trial(kernels, info, dtype)
             for leaf in leaves:
                 if isinstance(leaf, Linear):
                     pairs = zip(leaf.schemes, leaf.specs, strict=True)
                     leaf.schemes = [trial.chosen(scheme, spec) for scheme, spec in pairs]
             schemes |= trial.taken
-            notes.append(trial.note(f"{kernels.name} ({record.origin})"))
+            label = f"{kernels.name} ({record.origin})"
+            if trial.failed:
+                warnings.append(f"kernels of {label} for {name} fail and are asked no more: {trial.failed}")
+            notes.append(trial.note(label))
     return notes, warnings
 
 
 class Trial:
     """Asks one package's kernels about linears. `taken`: what they run, by checkpoint name; `refused`, `unknown`: why
-    the first of the others is left."""
+    the first of the others is left; `failed`: what they raised."""
 
-    def __init__(self, kernels: WeightKernels, info: DeviceInfo, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: type[WeightKernels], info: DeviceInfo, dtype: torch.dtype) -> None:
         self.kernels, self.info, self.dtype = kernels, info, dtype
         self.taken: dict[str, LinearScheme] = {}
-        self.refused = self.unknown = ""
+        self.refused = self.unknown = self.failed = ""
+
+    @cached_property
+    def own(self) -> WeightKernels:
+        return self.kernels()
 
     def chosen(self, scheme: LinearScheme, spec: LinearSpec) -> LinearScheme:
         """The scheme to run a linear by. Where kernels of a greater priority run it already, it stays."""
-        if isinstance(scheme, KernelScheme):
+        if isinstance(scheme, KernelScheme) or self.failed:
             return scheme
-        other = self.kernels.scheme(scheme, spec)
-        if other is None:
+        try:
+            other = self.own.scheme(scheme, spec)
+            answer = None if other is None else other.capability(self.info, self.dtype)
+        except Exception as e:  # they are an extra: the format's own kernels do
+            self.failed = f"{type(e).__name__}: {e}"
+            return scheme
+        if other is None or answer is None:
             self.unknown = self.unknown or f"not made for {scheme.format} (first in {spec.name})"
             return scheme
-        answer = other.capability(self.info, self.dtype)
         if not answer:
             self.refused = self.refused or answer.reason
             return scheme
@@ -68,4 +80,4 @@ class Trial:
     def note(self, label: str) -> str:
         if self.taken:
             return f"{len(self.taken)} linears run on the kernels of {label}"
-        return f"Kernels of {label} are not used: {self.refused or self.unknown or 'others come first'}"
+        return f"Kernels of {label} are not used: {self.failed or self.refused or self.unknown or 'others come first'}"

@@ -11,7 +11,7 @@ from qengine.config import EngineConfig
 from qengine.core.memory import ActivationShape, group_layers, storage_bytes
 from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
-from qengine.errors import CapabilityError, ConfigError, PluginError
+from qengine.errors import CapabilityError, ConfigError
 from qengine.layers.moe import ExpertLinear
 from qengine.models.model import Model
 from qengine.plugin import DeviceInfo, KVLayout
@@ -170,8 +170,8 @@ def _alternatives(
             layouts = layer_layouts(model.attention, other, config.block_size, dtype, info)
         except CapabilityError:
             continue
-        except PluginError:
-            continue  # a broken plugin matters only to those who ask for it
+        except Exception:  # a broken plugin may raise anything, and matters only to those who ask for it
+            continue
         size = _block_bytes(model, layouts)
         if size < block_bytes and size not in found.values():
             found[record.name] = size

@@ -69,13 +69,21 @@ def _reader(stored: QuantConfig, load: Load, names: Names) -> type[WeightQuant]:
     known = sorted(set(names()))
     if stored.method in known:
         return load(stored.method)
+    readers = {}
     for name in known:
         try:
             plugin = load(name)
         except PluginError:
             continue  # a broken plugin matters only to those who ask for it
         if stored.method in plugin.methods:
-            return plugin
+            readers[name] = plugin
+    if len(readers) > 1:
+        raise PluginError(
+            f"several installed plugins read {stored.method!r} ({stored.source}): {', '.join(readers)}",
+            hint=" or ".join(f"--quantization {name}" for name in readers),
+        )
+    if readers:
+        return next(iter(readers.values()))
     raise CheckpointError(
         f"no installed plugin reads this checkpoint's weight format ({stored.source})",
         have=stored.method, need=" | ".join(known), hint="a plugin for it, or another copy of the model",

@@ -23,6 +23,7 @@ import zmq
 from qengine.config import EngineConfig
 from qengine.errors import UserError
 from qengine.messages import Abort, EngineStats, NewRequest, StepOutputs
+from qengine.plugin.faults import plugin_fault
 from qengine.runtime.facts import EngineFacts
 from qengine.server.parent_watch import ParentWatch
 from qengine.server.protocol import Died, FromEngine, Ready, Start, StartFailed, Stop, ToEngine
@@ -133,8 +134,9 @@ def run(start: Start, parent: ParentWatch) -> int:
         return 0
     except Exception as e:
         started = engine is not None
-        user_error = isinstance(e, UserError) and not started
-        text = str(e) if user_error else f"{type(e).__name__}: {e}"
+        fault = plugin_fault(e)
+        user_error = not started and (isinstance(e, UserError) or fault is not None)
+        text = str(fault or e) if user_error or fault is not None else f"{type(e).__name__}: {e}"
         if not user_error:
             traceback.print_exc()  # first: after its last message the parent may end this process at any time
         send(outbox, Died(error=text) if started else StartFailed(error=text, user_error=user_error))

@@ -109,3 +109,20 @@ def test_kernels_that_do_not_load_are_warned_of(folder: Path) -> None:
     assert not any(isinstance(s, KernelScheme) for s in schemes.values())
     assert notes == []
     assert warnings == ["kernels of dist-broken 2.0 for awq are not used: they do not load: ImportError: gone"]
+
+
+class FailingKernels(FastKernels):
+    """Raises for the MLP, after it has taken attention."""
+
+    def scheme(self, base: LinearScheme, spec: LinearSpec) -> KernelScheme | None:
+        if "mlp" in spec.name:
+            raise KeyError("tables")
+        return super().scheme(base, spec)
+
+
+def test_kernels_that_raise_are_asked_no_more(folder: Path) -> None:
+    pair = [(record("failing"), FailingKernels), (record("fast"), FastKernels)]
+    schemes, notes, warnings, _ = chosen(folder, H100, (pair, []))
+    assert sum(isinstance(s, KernelScheme) for s in schemes.values()) == 7
+    assert notes[1] == "3 linears run on the kernels of fast (dist-fast 2.0)"
+    assert warnings == ["kernels of fast (dist-failing 2.0) for awq fail and are asked no more: KeyError: 'tables'"]

@@ -69,6 +69,14 @@ def test_a_plugin_may_read_other_methods_too() -> None:
     choice = select_quant(None, stored, load=load, names=lambda: ["broken", "dense", "renamed"])
     assert isinstance(choice.quant, Renamed)
 
+    def two(name: str) -> type:
+        return load("renamed" if name == "other" else name)
+
+    names = ["broken", "dense", "other", "renamed"]
+    with pytest.raises(PluginError, match=r"read 'awq-again' .config.json.: other, renamed; .*--quantization renamed"):
+        select_quant(None, stored, load=two, names=lambda: names)
+    assert isinstance(select_quant("renamed", stored, load=two, names=lambda: names).quant, Renamed)
+
 
 def test_a_config_that_the_plugin_refuses_names_its_source() -> None:
     stored = QuantConfig("awq", {**AWQ.config, "bits": 8}, "config.json quantization_config")

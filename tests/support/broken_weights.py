@@ -312,8 +312,8 @@ class IgnoresGroupIndex(GptqQuant):
         class Scheme(GptqScheme):
             def bind(self, shards: Sequence[LinearShard], *rest: Any) -> LinearOp:
                 for shard in shards:
-                    order = shard.tensors["g_idx"]
-                    shard.tensors["g_idx"] = order.sort().values
+                    if "g_idx" in shard.tensors:
+                        shard.tensors["g_idx"] = shard.tensors["g_idx"].sort().values
                 return super().bind(shards, *rest)
 
         return Scheme(**{f.name: getattr(good, f.name) for f in dataclasses.fields(good)})

@@ -39,11 +39,20 @@ def library_gemm(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring rows of the weight that take their activations with the same static scale (None: dynamic)."""
+    """Neighbouring rows of the weight (`rows` None: all) that take their activations with the same static scale (None:
+    dynamic)."""
 
-    weight: ByteWeight
-    bias: torch.Tensor | None
+    rows: slice | None
     input_scale: torch.Tensor | None
+
+    def part(self, weight: ByteWeight, bias: torch.Tensor | None) -> tuple[ByteWeight, torch.Tensor | None]:
+        """These rows of both. Cut for each call, because a view that is kept would outlive moved memory."""
+        if self.rows is None:
+            return weight, bias
+        scales = weight.scales[self.rows] if weight.rows is None else weight.scales
+        names = None if weight.rows is None else weight.rows[self.rows]
+        own = ByteWeight(weight.codes[self.rows], scales, names, weight.block_k)
+        return own, None if bias is None else bias[self.rows]
 
 
 class Fp8CudaLinear:
@@ -79,7 +88,7 @@ class Fp8CudaLinear:
             return
         self.segments = self._cut(input_scales)
         library = self.units and library_gemm(weight.codes.device, dtype)
-        self.library = library and all(fits_library(segment.weight) for segment in self.segments)
+        self.library = library and all(fits_library(s.part(weight, None)[0]) for s in self.segments)
         how = "per token and block" if weight.blocked else "per token"
         how = "with the checkpoint's scale" if input_scales else how
         by = "Triton for few rows, cuBLAS above" if self.library else "Triton"
@@ -87,7 +96,7 @@ class Fp8CudaLinear:
 
     def _cut(self, input_scales: Sequence[tuple[int, torch.Tensor]] | None) -> list[Segment]:
         if input_scales is None:
-            return [Segment(self.weight, self.bias, None)]
+            return [Segment(None, None)]
         runs: list[tuple[int, float]] = []
         for n, scale in input_scales:
             value = float(scale)
@@ -95,13 +104,11 @@ class Fp8CudaLinear:
                 runs[-1] = (runs[-1][0] + n, value)
             else:
                 runs.append((n, value))
-        segments, first, w = [], 0, self.weight
+        segments, first = [], 0
         for n, value in runs:
-            part = slice(first, first + n)
-            rows = w.scales[part] if w.rows is None else w.scales
-            own = ByteWeight(w.codes[part], rows, None if w.rows is None else w.rows[part], w.block_k)
-            scale = torch.full((1,), value, dtype=torch.float32, device=w.codes.device)
-            segments.append(Segment(own, None if self.bias is None else self.bias[part], scale))
+            rows = None if len(runs) == 1 else slice(first, first + n)
+            scale = torch.full((1,), value, dtype=torch.float32, device=self.weight.codes.device)
+            segments.append(Segment(rows, scale))
             first += n
         return segments
 
@@ -114,19 +121,19 @@ class Fp8CudaLinear:
 
     def round_rows(self, x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """x [M, K] -> codes uint8 [M, K] and scales float32 [M, G], as `multiply` takes them."""
-        block = segment.weight.block_k if segment.weight.blocked else None
+        block = self.weight.block_k if self.weight.blocked else None
         return quantize_rows(x, e4m3_encode, LARGEST, block=block, scale=segment.input_scale, native=self.units)
 
     def multiply(self, codes: torch.Tensor, scales: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Rounded rows -> this segment's outputs [M, N]."""
-        weight = segment.weight
+        weight, bias = segment.part(self.weight, self.bias)
         if self.library and len(codes) and not takes_few_rows(self.chip, len(codes), weight):
             return torch._scaled_mm(
                 codes.view(E4M3), weight.codes.view(E4M3).t(), scale_a=scales, scale_b=weight.scales.t(),
-                bias=segment.bias, out_dtype=self.dtype, use_fast_accum=True,
+                bias=bias, out_dtype=self.dtype, use_fast_accum=True,
             )  # fmt: skip
         return w8a8_matmul(
-            codes, scales, weight, segment.bias, self.dtype, e4m3_dot, native=self.units, chip=self.chip
+            codes, scales, weight, bias, self.dtype, e4m3_dot, native=self.units, chip=self.chip
         )
 
     def buffers(self) -> dict[str, torch.Tensor]:
