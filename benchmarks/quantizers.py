@@ -5,12 +5,13 @@
 PYTHON is the interpreter of an environment that holds the other package, whose pins differ from qengine's:
 
     python -m venv lc && lc/bin/pip install llmcompressor      # 0.14: torch 2.13, transformers 5.17
-    python -m venv gm && gm/bin/pip install gptqmodel optimum  # 7.7: torch 2.14; 2.3
+    python -m venv gm && gm/bin/pip install "gptqmodel<7.7" optimum  # 7.6: torch 2.13, transformers 5.24; 2.3
     (gptqmodel is built from source and needs setuptools, wheel and torch first, with --no-build-isolation)
 
 Every quantizer gets the same token ids (the built-in calibration text), 4 bits, groups of 64, and a process of its own;
 one after the other, on the CPU. Results are all measured by this engine on the built-in held-out text, in the layout
-that each package writes. Time and memory cover the whole process: start, load, quantise, save.
+that each package writes. Time and memory cover the whole process: start, load, quantise, save; CPU seconds are those of
+all its threads, which other work on the machine does not stretch.
 
 Two things are needed on a CPU and done for the others here: llm-compressor's AWQ pins memory, which torch refuses
 without a GPU, so pinning does nothing; GPTQModel's thread pool needs GPTQMODEL_CPU_WORKERS=2 on a machine with two
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -126,11 +126,22 @@ def make() -> None:
     package, method, source, ids, out = sys.argv[2:]
     start = time.perf_counter()
     MAKERS[package](method, source, ids, out)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print("\n" + json.dumps({"seconds": time.perf_counter() - start, "peak": peak}))
+    spent = os.times()
+    cpu = spent.user + spent.system + spent.children_user + spent.children_system
+    print("\n" + json.dumps({"seconds": time.perf_counter() - start, "cpu": cpu, "peak": peak_rss()}))
+
+
+def peak_rss() -> int:
+    """Bytes. The kernel counts VmHWM from exec on; ru_maxrss also holds what the parent had when it started this."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def run(python: str, package: str, method: str, source: Path, ids: Path, out: Path) -> dict[str, Any]:
+    known = out.with_suffix(".json")
+    if known.is_file():
+        kept: dict[str, Any] = json.loads(known.read_text())
+        return kept
     env = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [python, __file__, "make", package, method, str(source), str(ids), str(out)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
@@ -139,6 +150,7 @@ def run(python: str, package: str, method: str, source: Path, ids: Path, out: Pa
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    out.with_suffix(".json").write_text(json.dumps(figures))
     return figures
 
 
@@ -156,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llmcompressor", metavar="PYTHON")
     parser.add_argument("--gptqmodel", metavar="PYTHON", help="also runs optimum, which quantises through it")
-    parser.add_argument("--work", type=Path, help="folder for copies (default: a temporary one)")
+    parser.add_argument("--work", type=Path, help="folder for copies, used again by a later run (default: temporary)")
     parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens, at most (default: %(default)s)")
     args = parser.parse_args()
     pythons = {"qengine": sys.executable, "llmcompressor": args.llmcompressor, "gptqmodel": args.gptqmodel,
@@ -172,8 +184,9 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         ids = work / "ids.json"
         ids.write_text(json.dumps(load_texts(None, Tokenizer.load(source), length=LENGTH).sequences))
-        print("| method | package | seconds | peak RSS, MiB | perplexity | change of mean -log p | mean KL | top-1 |")
-        print("|---|---|---|---|---|---|---|---|", flush=True)
+        headers = "seconds | CPU seconds | peak RSS, MiB | perplexity | change of mean -log p | mean KL | top-1"
+        print(f"| method | package | {headers} |")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
         for method, package in RUNS:
             if pythons[package] is not None:
                 out = work / f"{package}-{method}"
@@ -186,7 +199,8 @@ def row(method: str, package: str, took: dict[str, Any], out: Path, source: Path
         return
     c = perplexity(out, source, tokens)
     cells = [
-        method, package, f"{took['seconds']:.0f}", f"{took['peak'] / 2**20:.0f}", f"{c['perplexity']:.4f}",
+        method, package, f"{took['seconds']:.0f}", f"{took['cpu']:.0f}", f"{took['peak'] / 2**20:.0f}",
+        f"{c['perplexity']:.4f}",
         f"{c['nll_change']:+.4f} +- {c['nll_change_standard_error']:.4f}", f"{c['kl_mean']:.4f}",
         f"{100 * c['top1_agreement']:.2f} %",
     ]  # fmt: skip

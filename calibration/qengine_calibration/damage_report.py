@@ -51,7 +51,7 @@ def _kv_lines(kv: Facts) -> list[str]:
     layers = kv["layers"]
     keys = ("attention_output_error", "attention_output_error_at_scale_1")
     means = [sum(f[key] for f in layers.values()) / max(1, len(layers)) for key in keys]
-    clipped = max((f[k]["clip_rate"] for f in layers.values() for k in "kv"), default=0.0)
+    clipped = max((f[k].get("clip_rate", 0.0) for f in layers.values() for k in "kv"), default=0.0)
     out = [
         f"KV cache: relative attention-output error {means[0]:.4f}, at scale 1.0 {means[1]:.4f}; at most "
         f"{100 * clipped:.3g} % of a layer's values are clipped"
@@ -60,7 +60,11 @@ def _kv_lines(kv: Facts) -> list[str]:
         limit = kv["most_damage"]
         much = "WARNING: all" if len(kept) == len(layers) else str(len(kept))
         out.append(f"{much} layers keep a 16-bit KV cache, as their error is above {limit}: {_named(kept)}")
-    silent = [f"{n} {k}" for n, f in layers.items() for k in "kv" if f[k]["only_zeros"]]
+    sides = [f[k] for f in layers.values() for k in "kv" if "scale" in f[k]]
+    if left := sum(side.get("left_at_1", 0) for side in sides):
+        of = sum(len(side["scale"]) for side in sides)
+        out.append(f"{left} of {of} scales are 1.0, as with no other one the attention's output is surely nearer")
+    silent = [f"{n} {k}" for n, f in layers.items() for k in "kv" if f[k].get("only_zeros")]
     if silent:
         out.append(f"only zeros came by, scale 1.0 is written: {_named(silent)}")
     return out
@@ -149,8 +153,8 @@ def _kv_parts(kv: Facts) -> list[Part]:
     layers, kept = kv["layers"], kv.get("kept_16_bit", ())
     rows = [
         [
-            name, *(f"{max(f[k]['amax']):.4g}" for k in "kv"), *(f"{100 * f[k]['clip_rate']:.3g}" for k in "kv"),
-            *(f"{f[k]['relative_error']:.4f}" for k in "kv"), f"{f['attention_output_error']:.4f}",
+            name, *(f"{max(f[k]['amax']):.4g}" for k in "kv"), *(_figure(f[k], "clip_rate", 100, ".3g") for k in "kv"),
+            *(_figure(f[k], "relative_error", 1, ".4f") for k in "kv"), f"{f['attention_output_error']:.4f}",
             f"{f['attention_output_error_at_scale_1']:.4f}", "16-bit" if name in kept else "scaled",
         ]
         for name, f in layers.items()
@@ -163,12 +167,17 @@ def _kv_parts(kv: Facts) -> list[Part]:
         Heading("KV cache"),
         Text(
             f"Scales by {kv['method']}, one per {kv['granularity']}. Errors of the output are relative and measured on "
-            "the text's first sequence."
+            "the text's first sequences."
         ),
         Table(headers, rows),
         Picture(draw(lambda axes: _kv_errors(axes, kv)), "Relative error of each layer's attention output"),
         Picture(draw(lambda axes: _kv_sizes(axes, layers)), "Largest magnitude of keys (rotated) and values, by head"),
     ]
+
+
+def _figure(side: Facts, key: str, times: float, form: str) -> str:
+    """Empty for a side that takes no scales."""
+    return format(times * side[key], form) if key in side else ""
 
 
 def _kv_errors(axes: Any, kv: Facts) -> None:

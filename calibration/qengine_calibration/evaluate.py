@@ -93,7 +93,7 @@ def evaluate(
     B is loaded. Raises UserError for all that cannot work, figures that are not finite among it.
     """
     start = time.perf_counter()
-    plans = _plans(configs, window)
+    plans = planned(configs, window)
     length = min(window, *(b.model.max_position for b in plans))
     windows = pack(source, _tokenizers(plans), length, max_tokens)
     vocab = plans[0].model.vocab_size
@@ -125,7 +125,7 @@ def evaluate(
     )
 
 
-def _plans(configs: Sequence[EngineConfig], window: int) -> list[Built]:
+def planned(configs: Sequence[EngineConfig], window: int) -> list[Built]:
     """What each side will be, from headers; with a cache for one window and not more."""
     first = [decide(dataclasses.replace(c, kv_cache_memory_bytes=None)) for c in configs]
     length = min(window, *(b.model.max_position for b in first))

@@ -76,11 +76,8 @@ def make_copy(
     """
     if target.exists():
         raise ConfigError(f"{target} is there already", hint="another --out, or removing it")
-    if embed and options.kv is not None and options.kv.plugin.max_value != EMBEDDED_LARGEST:
-        raise ConfigError(
-            f"--embed: k_scale and v_scale in a checkpoint are for an e4m3 cache, not {options.kv.plugin.name}",
-            need="--kv-dtype fp8, or KV scales beside the model",
-        )
+    if embed and options.kv is not None:
+        _check_embeddable(options.kv)
     checkpoint = Checkpoint.open(source)
     with building(target) as partial:
         if partial is None:
@@ -121,6 +118,16 @@ def make_kv_scales(
     facts = report(run, texts, options)
     run.work.remove()
     return facts
+
+
+def _check_embeddable(kv: KVOptions) -> None:
+    """All layers alike: an engine that reads k_scale and v_scale knows of one dtype."""
+    plugins = [load_plugin("kv", name) for name in kv.map.dtypes]
+    if odd := [p.name for p in plugins if p.max_value != EMBEDDED_LARGEST]:
+        raise ConfigError(
+            f"--embed: k_scale and v_scale in a checkpoint are for an e4m3 cache, not {' and '.join(odd)}",
+            need="--kv-dtype fp8, or KV scales beside the model",
+        )
 
 
 def embedded(
@@ -178,17 +185,28 @@ def kv_tensors(work: WorkFolder) -> dict[str, torch.Tensor]:
 
 
 def kv_report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:
-    """`kv_dtype` is one name, or one for each layer where some keep 16 bits."""
+    """`measured_for` and `kv_dtype` (where some layers keep 16 bits, they differ) are one name, or one for each layer,
+    or for K and V of each layer."""
     kv = options.kv
     assert isinstance(kv, KVOptions)
-    layers, name = kv_facts(run.work), kv.plugin.name
+    layers = kv_facts(run.work)
+    measured = {layer: {side: f[side]["kv_dtype"] for side in "kv"} for layer, f in layers.items()}
     kept = [layer for layer, f in layers.items() if f["attention_output_error"] > kv.most_damage]
-    by_layer = {layer: SIXTEEN_BIT if layer in kept else name for layer in layers}
+    served = measured | {layer: dict.fromkeys("kv", SIXTEEN_BIT) for layer in kept}
     return {
-        "kv_dtype": by_layer if kept else name, "measured_for": name, "method": kv.method,
+        "kv_dtype": _briefly(served), "measured_for": _briefly(measured), "method": kv.method,
         "granularity": kv.granularity, "most_damage": kv.most_damage, "kept_16_bit": kept,
         "text": texts.facts(), "layers": layers,
     }  # fmt: skip
+
+
+def _briefly(sides: Mapping[str, Mapping[str, str]]) -> Any:
+    """{layer: {"k": name, "v": name}} with what is the same said once."""
+    layers = {layer: own["k"] if own["k"] == own["v"] else dict(own) for layer, own in sides.items()}
+    names = list(layers.values())
+    if names and isinstance(names[0], str) and all(name == names[0] for name in names):
+        return names[0]
+    return layers
 
 
 def report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from qengine.layers.linear import Linear
 from qengine.models.blocks import DecoderLayer
 from qengine.plugin import LinearSpec
 from qengine.runtime import device as devices
+from qengine_calibration.attention_error import QUERIES
 from qengine_calibration.layer import LayerQuantizer
+from qengine_calibration.observe import EXAMPLE_TOKENS
 from qengine_calibration.stream import LayerStream
 
 
@@ -46,15 +48,21 @@ class MemoryPlan:
         return lines
 
 
-def plan_memory(stream: LayerStream, quantizer: LayerQuantizer | None, again: bool, most: int | None) -> MemoryPlan:
-    """`again`: layers run a second time, as quantised; `most`: bytes that --max-memory allows on the device.
+def plan_memory(
+    stream: LayerStream, quantizer: LayerQuantizer | None, again: bool, most: int | None, kv: bool = False
+) -> MemoryPlan:
+    """`again`: layers run a second time, as quantised; `most`: bytes that --max-memory allows on the device; `kv`: KV
+    scales are chosen.
 
     Takes as many tokens a micro-batch as `stream.tokens_at_once` says, or fewer so that they fit. Raises CapacityError
     where a single sequence does not.
     """
     cpu = stream.device.type == "cpu"
     base = devices.allocated(stream.device) if cpu else 0
-    layer = max(_layer_bytes(stream, layer, quantizer, again) for layer in stream.layers)
+    layer = max(
+        _layer_bytes(stream, layer, quantizer, again) + (_example_bytes(stream, layer) if kv else 0)
+        for layer in stream.layers
+    )
     token = max(_token_bytes(stream, layer) for layer in stream.layers)
     longest = max(map(len, stream.sequences))
     tokens = min(stream.tokens_at_once, sum(map(len, stream.sequences)))
@@ -97,6 +105,16 @@ def _token_bytes(stream: LayerStream, layer: DecoderLayer) -> int:
     width = max([layer.mlp.width, *(leaf.in_features for leaf in layer.leaves if isinstance(leaf, Linear))])
     mlp = item * (hidden + 3 * width) + 4 * width * (1 if item == 4 else 2)
     return 8 * hidden + max(attention, mlp)
+
+
+def _example_bytes(stream: LayerStream, layer: DecoderLayer) -> int:
+    """Queries, keys and values that are kept; attention weights and outputs of one sequence, twice."""
+    spec = layer.attention.attention.spec
+    longest = max(map(len, stream.sequences))
+    kept = max(1, EXAMPLE_TOKENS // longest)
+    queries = min(QUERIES, longest) * spec.num_heads
+    kv = 2 * longest * spec.num_kv_heads * spec.head_dim
+    return 4 * (kept * (kv + queries * spec.head_dim) + 2 * queries * (longest + spec.head_dim) + kv)
 
 
 def _stored_bytes(stream: LayerStream, layer: DecoderLayer) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from qengine.layers.batch import Batch
 from qengine.layers.linear import Linear
 from qengine.plugin import AttentionSpec, InputStats, LinearOp
+from qengine_calibration.attention_error import Example
 
 SAMPLE_ROWS = 256
 """Inputs of a linear that are kept, spread over the text, where no moment tells the outputs' error."""
@@ -113,7 +114,7 @@ class PlainKV:
         (k, v), self._kv = self._kv, None
         length = batch.host_query_lens[0]
         if self.observer is not None:
-            self.observer.see(q[:length], k, v)
+            self.observer.see(q, k, v, length)
         return plain_attention(q, k, v, self.spec, length)
 
 
@@ -150,6 +151,7 @@ LOWEST, HIGHEST = -24, 24
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 PIECE = 512
 """Tokens that are counted together: counting takes some ten times the memory of the values."""
+EXAMPLE_TOKENS = 4096
 
 
 def bin_centers() -> torch.Tensor:
@@ -180,20 +182,24 @@ class Magnitudes:
 
 
 class KVObserver:
-    """Keys and values of one attention layer. The first sequence's queries, keys and values are kept, to see what
-    rounding does to the layer's output."""
+    """Keys and values of one attention layer. The first sequences are kept, to see what rounding does to the layer's
+    output: as many as EXAMPLE_TOKENS hold, one at least."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.k, self.v = Magnitudes(spec.num_kv_heads), Magnitudes(spec.num_kv_heads)
         self.tokens = 0
-        self.example: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.examples: list[Example] = []
 
-    def see(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """q of the first sequence of the batch, k and v of all its tokens."""
-        if self.example is None:
-            n = len(q)
-            self.example = q.float().cpu(), k[:n].float().cpu(), v[:n].float().cpu()
+    def see(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
+        """q, k and v of sequences of `length` tokens."""
+        kept = sum(len(e.k) for e in self.examples)
+        for start in range(0, len(k), length):
+            if self.examples and kept + length > EXAMPLE_TOKENS:
+                break
+            part = slice(start, start + length)
+            self.examples.append(Example.of(self.spec, q[part], k[part], v[part]))
+            kept += length
         self.k.see(k)
         self.v.see(v)
         self.tokens += len(k)

@@ -83,22 +83,21 @@ def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None
         found = read_sidecar(None, checkpoint)
     except UserError:
         found = None  # of an earlier version, or cut off: made anew
-    if found is not None and options.plugin.name in found.kv_dtypes:
+    if found is not None and all({p.name for p in options.scaled(side)} <= found.measured(side) for side in "kv"):
         return
-    say(f"measuring scales for the {options.plugin.name} KV cache (once)")
+    say(f"measuring scales for the {kv_dtype} KV cache (once)")
     texts = texts or load_texts(None, Tokenizer.load(folder))
     with bar("KV scales") as tick:
         make_kv_scales(folder, folder, texts, RunOptions(kv=options, resume=True), say=say, tick=tick)
 
 
 def _kv_options(kv_dtype: str) -> KVOptions | None:
-    """For the one dtype with scales that --kv-dtype names; None where it names none, or several."""
-    named = {load_plugin("kv", name) for name in asked_kv_dtypes(kv_dtype).dtypes}
+    """None where --kv-dtype names no dtype with scales."""
+    named = [load_plugin("kv", name) for name in asked_kv_dtypes(kv_dtype).dtypes]
     scaled = [plugin for plugin in named if plugin.max_value is not None]
-    if len(scaled) != 1:
+    if not scaled:
         return None
-    plugin = scaled[0]
-    return KVOptions(plugin, "head" if "head" in plugin.scale_granularity else "tensor")
+    return KVOptions(kv_dtype, "head" if all("head" in p.scale_granularity for p in scaled) else "tensor")
 
 
 def _texts(

@@ -25,7 +25,7 @@ from qengine_calibration.stream import TOKENS_AT_ONCE, LayerStream, MicroBatch
 from qengine_calibration.texts import Texts
 from qengine_calibration.work import WorkFolder
 
-VERSION = 1
+VERSION = 2
 """Changes when the same source and text would give another result; part of a run's key."""
 FEEDS = ("original", "quantised")
 
@@ -66,7 +66,7 @@ class RunOptions:
 
     def key(self, checkpoint_mark: str, texts: Texts) -> str:
         made = None if self.weights is None else [self.weights.plugin.name, self.weights.options]
-        kv = None if self.kv is None else [self.kv.plugin.name, self.kv.granularity, self.kv.method]
+        kv = None if self.kv is None else [self.kv.map.text, self.kv.granularity, self.kv.method]
         text = json.dumps([VERSION, checkpoint_mark, texts.digest, made, kv, self.feed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -88,11 +88,15 @@ class CalibrationRun:
         device, info = devices.select_device(options.device)
         dtype = torch.float32 if device.type == "cpu" else devices.choose_dtype("auto", checkpoint.dtype, info)[0]
         self.stream = LayerStream(checkpoint, texts.sequences, device, info, dtype, options.tokens_at_once)
+        if options.kv is not None:
+            options.kv.map.check([layer.spec.sliding_window is not None for layer in self.stream.model.attention])
         self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
         w = options.weights
         self.quantizer = None if w is None else LayerQuantizer(w.quantizer, w.plugin)
         self.again = w is not None and (options.kv is not None or options.feed == "quantised")
-        self.memory = plan_memory(self.stream, self.quantizer, self.again, options.max_memory)
+        self.memory = plan_memory(
+            self.stream, self.quantizer, self.again, options.max_memory, kv=options.kv is not None
+        )
         self.stream.tokens_at_once = self.memory.tokens
 
     def plan(self) -> list[str]:
@@ -148,7 +152,7 @@ class CalibrationRun:
         stream.forget(layer)
         if self.options.kv is not None:
             assert seen is not None
-            kv = settle(name, seen, self.options.kv)
+            kv = settle(name, index, seen, self.options.kv)
             tensors |= kv.tensors()
             facts["kv"] = {name: kv.facts()}
         return tensors, facts

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from qengine.cli.options import UNITS_NOTE, add_options, config_from, say
 from qengine.config import EngineConfig, option
+from qengine.core.kv_map import read_kv_map
 from qengine.errors import ConfigError
 from qengine.plugin.discovery import find_plugin
 
@@ -30,7 +31,8 @@ class CalibrateConfig:
         None, "Weight format to make, a plugin name: awq, gptq, fp8", group=WHAT, metavar="NAME"
     )
     kv_dtype: str | None = option(
-        None, "KV dtype to measure scales for, such as fp8", group=WHAT, metavar="NAME"
+        None, "KV dtype to measure scales for, such as fp8, or a map as for serving: k=fp8_e4m3,v=int4", group=WHAT,
+        metavar="NAME",
     )
     out: str | None = option(
         None,
@@ -64,7 +66,11 @@ class CalibrateConfig:
         None, "What shares a KV scale (default: head; with --embed tensor, which every reader takes)", group=KV,
         choices=("head", "tensor"),
     )  # fmt: skip
-    method: str = option("mse", "How KV scales are chosen", group=KV, choices=("mse", "amax", "percentile"))
+    method: str = option(
+        "output", "How KV scales are chosen: by the least error of the attention's output, by that of the values, by "
+        "their largest, or by the largest but for one in 10,000", group=KV,
+        choices=("output", "mse", "amax", "percentile"),
+    )  # fmt: skip
     max_kv_damage: float = option(
         0.2, "Layers whose attention output a scaled KV cache would put further off (relative error) keep 16 bits",
         group=KV,
@@ -123,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     if config.quant is not None:
         find_plugin("weight", config.quant)
     if config.kv_dtype is not None:
-        find_plugin("kv", config.kv_dtype)
+        for name in read_kv_map(config.kv_dtype, EngineConfig.kv_cache_dtype).dtypes:
+            find_plugin("kv", name)
 
     from qengine.text.tokenizer import Tokenizer
     from qengine_calibration import damage_report
@@ -179,7 +186,6 @@ def _model(name: str, config: CalibrateConfig) -> Path:
 
 
 def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
-    from qengine.plugin.discovery import load_plugin
     from qengine_calibration.kv_scales import KVOptions
     from qengine_calibration.make import fitting_weights
     from qengine_calibration.run import RunOptions
@@ -190,7 +196,7 @@ def _options(config: CalibrateConfig, folder: Path) -> RunOptions:
         weights = fitting_weights(folder, config.quant, {name: getattr(config, name) for name in names})
     if config.kv_dtype is not None:
         granularity = config.kv_granularity or ("tensor" if config.embed else "head")
-        kv = KVOptions(load_plugin("kv", config.kv_dtype), granularity, config.method, config.max_kv_damage)
+        kv = KVOptions(config.kv_dtype, granularity, config.method, config.max_kv_damage)
     return RunOptions(
         weights, kv, feed=config.feed, device=config.device, max_memory=config.max_memory, resume=config.resume
     )

@@ -70,8 +70,8 @@ def where(indices: Sequence[int]) -> str:
 
 
 def choose_kv_dtypes(asked: KVMap, layers: Sequence[Attention], sidecar: KVSidecar | None = None) -> KVDtypes:
-    """The plugins of every layer. A calibration file with scales for the dtype that a layer gets may name another one
-    for that layer, because its damage was too great; an entry of `asked` that names the layer overrules it.
+    """The plugins of every layer. A calibration file that was measured for the dtype that a layer gets may name another
+    one for that layer, because its damage was too great; an entry of `asked` that names the layer overrules it.
 
     Raises PluginError for dtypes that are not there, ConfigError for layers that are not.
     """
@@ -83,8 +83,9 @@ def choose_kv_dtypes(asked: KVMap, layers: Sequence[Attention], sidecar: KVSidec
         for side in ("k", "v"):
             entry = asked.find(i, layer.spec.sliding_window is not None, side)
             plugin = load_plugin("kv", entry.dtype)
-            free = plugin.max_value is not None and not entry.is_exception
-            other = sidecar.exception(layer.name, plugin.name) if free and sidecar is not None else None
+            other = None
+            if sidecar is not None and not entry.is_exception and sidecar.is_about(plugin):
+                other = sidecar.exception(layer.name, side, plugin.name)
             if other is not None:
                 plugin = load_plugin("kv", other)
                 excepted.append(i)

@@ -161,7 +161,7 @@ def _calibrated(
         f"{name}.{kind}_scale": (name, kind, plugin)
         for name, own in sides.items()
         for kind, plugin in own.items()
-        if sidecar.dtype_of(name) == plugin.name
+        if sidecar.dtype_of(name, kind) == plugin.name
     }
     if not fitting:
         out.warnings.append(f"{sidecar.path} is for KV dtype {about}, not {kv.name}: it is not used")

@@ -1,9 +1,10 @@
 """The calibration file: KV scales that `qengine calibrate` measured, beside a model or anywhere else.
 
 Two files: kv_scales.safetensors holds "<attention layer>.k_scale" and ".v_scale" (float32, one value or one per KV
-head), kv_scales.json says what they are for: the KV dtype (one, or one for each attention layer: {"<attention layer>":
-name}, where layers that it would damage too much have another), the method, the text, figures, and the fingerprint of
-the model that they were measured on. The JSON is written last and names the other file's hash, so that a pair is whole.
+head), kv_scales.json says what they are for: the KV dtype (one name, or {"<attention layer>": name}, or {"<attention
+layer>": {"k": name, "v": name}} where K and V differ), what they were measured for, in the same form (layers that it
+would damage too much have another KV dtype), the method, the text, figures, and the fingerprint of the model that they
+were measured on. The JSON is written last and names the other file's hash, so that a pair is whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from qengine.errors import CheckpointError
-from qengine.plugin import TensorInfo
+from qengine.plugin import KVDtype, TensorInfo
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import write_json, write_safetensors
 from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor
@@ -46,24 +47,31 @@ class KVSidecar:
     def file_position(self, name: str) -> tuple[str, int]:
         return self.path.name, self.header.spans[name][0]
 
-    def dtype_of(self, layer: str) -> str | None:
-        """The KV dtype that the scales of a layer are for, or that the file says it is to have; None when it says
-        nothing of the layer."""
-        said = self.facts.get("kv_dtype")
-        return said.get(layer) if isinstance(said, Mapping) else said
+    def dtype_of(self, layer: str, side: str) -> str | None:
+        """The KV dtype that the scales of a layer's side are for, or that the file says it is to have; None when it
+        says nothing of the layer."""
+        return _said_of(self.facts.get("kv_dtype"), layer, side)
 
     @property
     def kv_dtypes(self) -> list[str]:
-        """Every KV dtype in it, first the one that it was measured for, which it may have for no layer."""
-        said = self.facts.get("kv_dtype")
-        named = list(said.values()) if isinstance(said, Mapping) else [str(said)]
-        first = self.facts.get("measured_for")
-        return list(dict.fromkeys(named if first is None else [str(first), *named]))
+        """Every KV dtype in it, first what it was measured for."""
+        return list(dict.fromkeys(_names(self.facts.get("measured_for")) + _names(self.facts.get("kv_dtype"))))
 
-    def exception(self, layer: str, kv_dtype: str) -> str | None:
-        """The other KV dtype that the file names for a layer, where it is about `kv_dtype`."""
-        own = self.dtype_of(layer)
-        return own if own != kv_dtype and kv_dtype in self.kv_dtypes else None
+    def measured(self, side: str) -> set[str]:
+        """The KV dtypes that scales of this side of some layer were measured for."""
+        said = self.facts.get("measured_for", self.facts.get("kv_dtype"))
+        return set(_names(said, side))
+
+    def is_about(self, plugin: type[KVDtype]) -> bool:
+        """Whether the file may name exceptions to this KV dtype. One that does not say what it was measured for is
+        about those that take scales."""
+        return plugin.max_value is not None or "measured_for" in self.facts
+
+    def exception(self, layer: str, side: str, kv_dtype: str) -> str | None:
+        """The other KV dtype that the file names for a layer's side, where it is about `kv_dtype` there."""
+        own, first = self.dtype_of(layer, side), self.facts.get("measured_for")
+        about = kv_dtype in self.kv_dtypes if first is None else _said_of(first, layer, side) == kv_dtype
+        return own if about and own != kv_dtype else None
 
     @property
     def source(self) -> str:
@@ -73,6 +81,27 @@ class KVSidecar:
             f"calibration file {self.path} ({self.facts.get('method')}, per {self.facts.get('granularity')}, "
             f"{text.get('tokens')} tokens)"
         )
+
+
+def _is_spelled(said: Any) -> bool:
+    """Whether it is one of the forms in which a file says KV dtypes."""
+    layers = said.values() if isinstance(said, dict) else [said]
+    sides = [own.get(side) if isinstance(own, dict) else own for own in layers for side in ("k", "v")]
+    return bool(sides) and all(isinstance(name, str) for name in sides)
+
+
+def _said_of(said: Any, layer: str, side: str) -> str | None:
+    own = said.get(layer) if isinstance(said, Mapping) else said
+    return own.get(side) if isinstance(own, Mapping) else own
+
+
+def _names(said: Any, side: str | None = None) -> list[str]:
+    """All names, or those of one side, in what a file says about KV dtypes."""
+    out: list[str] = []
+    for own in said.values() if isinstance(said, Mapping) else [said]:
+        sides = own if isinstance(own, Mapping) else {"k": own, "v": own}
+        out += [name for which, name in sides.items() if name is not None and side in (None, which)]
+    return list(dict.fromkeys(out))
 
 
 def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar | None:
@@ -95,9 +124,8 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
         facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{about} cannot be read: {e}", hint=AGAIN) from e
-    said = facts.get("kv_dtype") if isinstance(facts, dict) else None
-    named = said.values() if isinstance(said, dict) else [said]
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not all(isinstance(n, str) for n in named):
+    known = isinstance(facts, dict) and facts.get("format") == FORMAT
+    if not known or not all(_is_spelled(facts.get(key, facts.get("kv_dtype"))) for key in ("kv_dtype", "measured_for")):
         raise CheckpointError(f"{about} is no calibration file that this version reads", need=FORMAT, hint=AGAIN)
     if facts.get("sha256") != file_hash(path):
         raise CheckpointError(f"{path} is not the file that {FACTS} describes", hint=AGAIN)

@@ -29,7 +29,6 @@ from qengine_calibration.run import RunOptions, Weights
 from qengine_calibration.stream import LayerStream
 from qengine_calibration.texts import Texts
 from qengine_dense.backend import DenseQuant
-from qengine_kv_fp8.backend import Fp8E4M3KV
 from torch_kv import PagedRun
 from toy_models import VOCAB, make_tiny
 from toy_moe import make_moe
@@ -151,7 +150,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(
 ) -> None:
     """Killed in the middle of layer 1, when its first pass has been run; weights and KV scales in one pass."""
     source = outlier_tiny(tmp_path / "source", "float16")
-    weights, kv = weights_option(method, group_size=64), KVOptions(Fp8E4M3KV)
+    weights, kv = weights_option(method, group_size=64), KVOptions("fp8_e4m3")
     options = RunOptions(weights, kv, device="cpu")
     make_copy(source, tmp_path / "whole", texts(), options)
     layer, quantize = run.CalibrationRun._layer, LayerQuantizer.run

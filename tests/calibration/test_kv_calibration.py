@@ -24,10 +24,11 @@ from qengine.runtime.kv_sidecar import FACTS, TENSORS, model_fingerprint
 from qengine.runtime.report import scale_lines
 from qengine_awq.quantizer import AwqQuantizer
 from qengine_calibration import damage_report
-from qengine_calibration.kv_methods import METHODS, attention_error, choose
+from qengine_calibration.attention_error import attention_error
+from qengine_calibration.kv_methods import METHODS, Scaled, choose
 from qengine_calibration.kv_scales import KVOptions
 from qengine_calibration.make import make_copy, make_kv_scales, weights_option
-from qengine_calibration.observe import KVObserver, Magnitudes
+from qengine_calibration.observe import KVObserver
 from qengine_calibration.run import RunOptions
 from qengine_calibration.texts import Texts
 from qengine_dense.kv import AutoKV
@@ -46,7 +47,7 @@ def texts(tokens: int = 400, length: int = 100, seed: int = 3) -> Texts:
 
 
 def options(method: str = "mse", granularity: str = "head") -> RunOptions:
-    return RunOptions(kv=KVOptions(Fp8E4M3KV, granularity, method), device="cpu")
+    return RunOptions(kv=KVOptions(E4M3.name, granularity, method), device="cpu")
 
 
 # ---- (a) the arithmetic
@@ -61,7 +62,7 @@ def c15a() -> KVObserver:
     v[1] = -1
     q = torch.zeros(2, 1, 16)
     q[1, 0, 0] = 0.02
-    seen.see(q, k, v)
+    seen.see(q, k, v, 2)
     return seen
 
 
@@ -70,31 +71,40 @@ def c15a() -> KVObserver:
 )
 def test_outputs_of_c15a(plugin: Fp8E4M3KV, scale: float, output: float) -> None:
     seen = c15a()
-    assert seen.example is not None
-    q, k, v = seen.example
-    codes = plugin.decode(plugin.encode(k / scale), torch.float32) * scale
-    weights = (codes[:, 0] @ q[1, 0]).softmax(0)
-    got = float((weights[:, None] * v[:, 0]).sum(0)[0])
+    (example,) = seen.examples
+    codes = plugin.decode(plugin.encode(example.k / scale), torch.float32) * scale
+    weights = (codes[:, 0] @ example.q[1, 0]).softmax(0)
+    got = float((weights[:, None] * example.v[:, 0]).sum(0)[0])
     assert got == pytest.approx(output, abs=2e-3)
     # The first token's output is exact; the second one's relative error makes up the figure.
-    error = attention_error(seen, (plugin, plugin), torch.tensor([scale]), torch.ones(1))
+    error = attention_error(seen.examples, (plugin, plugin), torch.tensor([scale]), torch.ones(1))
     exact = 0.76159
     assert error == pytest.approx(abs(got - exact) / (1 + exact**2) ** 0.5, rel=2e-2, abs=1e-3)
 
 
 def test_amax_takes_the_largest_key_to_the_largest_code() -> None:
-    scale = choose(c15a().k, E4M3, "amax", "head", "keys").scale
+    scale = choose(c15a().k, [], E4M3, "amax", "head", "keys").scale
     assert scale.tolist() == pytest.approx([600 / 448])
 
 
 # ---- methods
 
 
-def magnitudes(x: torch.Tensor) -> Magnitudes:
-    seen = Magnitudes(x.shape[1])
-    for part in x.split(100):
-        seen.see(part)
+def observed(k: torch.Tensor, v: torch.Tensor | None = None, size: float = 0.1) -> KVObserver:
+    """Keys, and values where given, of sequences of 100 tokens; queries so that scores are about as large as `size`
+    times the keys."""
+    heads, dim = k.shape[1:]
+    seen = KVObserver(AttentionSpec(heads, heads, dim, 1.0))
+    q = torch.randn(k.shape, generator=torch.Generator().manual_seed(1)) * size / dim**0.5
+    for i in range(0, len(k), 100):
+        part = slice(i, i + 100)
+        seen.see(q[part], k[part], (k if v is None else v)[part], min(100, len(k) - i))
     return seen
+
+
+def chosen(x: torch.Tensor, method: str, granularity: str = "head", what: str = "keys") -> Scaled:
+    seen = observed(x)
+    return choose(seen.k, seen.examples, E4M3, method, granularity, what)
 
 
 def rounding_error(x: torch.Tensor, scale: torch.Tensor) -> float:
@@ -112,21 +122,20 @@ def values() -> torch.Tensor:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_head_gets_a_scale_of_its_size(method: str, values: torch.Tensor) -> None:
-    found = choose(magnitudes(values), E4M3, method, "head", "keys")
+    found = chosen(values, method)
     amax = values.abs().amax((0, 2))
     assert torch.allclose(found.amax, amax)
     assert torch.isfinite(found.scale).all() and (found.scale > 0).all()
     ratio = found.scale / (amax / 448)
     assert ratio[1:].max() <= 4.1 and ratio[1:].min() >= 0.12
-    whole = choose(magnitudes(values), E4M3, method, "tensor", "keys")
+    whole = chosen(values, method, "tensor")
     assert whole.scale.shape == (1,)
     real = (rounding_error(values, found.scale) / values.square().sum()) ** 0.5
     assert found.relative_error == pytest.approx(float(real), rel=0.1)
 
 
 def test_mse_rounds_best_and_percentile_clips_the_outlier(values: torch.Tensor) -> None:
-    seen = magnitudes(values)
-    by = {m: choose(seen, E4M3, m, "head", "keys") for m in METHODS}
+    by = {m: chosen(values, m) for m in METHODS}
     errors = {m: rounding_error(values, found.scale) for m, found in by.items()}
     assert errors["mse"] <= min(errors.values()) * 1.01
     assert by["percentile"].scale[0] < 0.05 * by["amax"].scale[0] and by["percentile"].clip_rate > 0
@@ -135,12 +144,12 @@ def test_mse_rounds_best_and_percentile_clips_the_outlier(values: torch.Tensor) 
 
 
 def test_only_zeros_and_not_finite() -> None:
-    found = choose(magnitudes(torch.zeros(10, 2, 8)), E4M3, "mse", "head", "keys")
+    found = chosen(torch.zeros(10, 2, 8), "mse")
     assert found.scale.tolist() == [1.0, 1.0] and found.silent
     bad = torch.ones(10, 2, 8)
     bad[3, 1, 2] = torch.inf
     with pytest.raises(CheckpointError, match="the keys of x are not finite"):
-        choose(magnitudes(bad), E4M3, "mse", "head", "the keys of x")
+        chosen(bad, "mse", "head", "the keys of x")
 
 
 # ---- (b) a model
@@ -278,7 +287,7 @@ def test_weights_and_scales_in_one_pass(tmp_path: Path) -> None:
     """Values are measured behind the weights that are served: AWQ's factors change them."""
     folder = make_tiny(tmp_path / "model", dtype="float16")
     weights = weights_option("awq", group_size=64)
-    both = RunOptions(weights, KVOptions(Fp8E4M3KV, "head", "amax"), device="cpu", feed="quantised")
+    both = RunOptions(weights, KVOptions(E4M3.name, "head", "amax"), device="cpu", feed="quantised")
     make_copy(folder, tmp_path / "both", texts(), both)
     b = built(tmp_path / "both")
     assert "calibration file" in b.scales.scales["model.layers.0.self_attn"].source
@@ -311,13 +320,13 @@ def test_a_layer_that_is_damaged_too_much_keeps_16_bits(tmp_path: Path) -> None:
     assert facts["kv"]["kv_dtype"] == "fp8_e4m3" and facts["kv"]["kept_16_bit"] == [] and errors[0] != errors[1]
     low, high = sorted(errors)
     worst = names[errors.index(high)]
-    limited = replace(options("amax"), kv=KVOptions(Fp8E4M3KV, "head", "amax", (low + high) / 2))
+    limited = replace(options("amax"), kv=KVOptions(E4M3.name, "head", "amax", (low + high) / 2))
     facts = make_kv_scales(folder, folder, texts(), limited)
     assert facts["kv"]["kept_16_bit"] == [worst]
     b = built(folder)
     assert [k.name for k, _ in b.kv.sides.values()] == ["auto" if n == worst else "fp8_e4m3" for n in names]
     assert {n: "calibration file" in b.scales.scales[n].source for n in names} == {n: n != worst for n in names}
-    strict = replace(limited, kv=KVOptions(Fp8E4M3KV, most_damage=low / 10))
+    strict = replace(limited, kv=KVOptions(E4M3.name, most_damage=low / 10))
     facts = make_kv_scales(folder, tmp_path / "none", texts(), strict)
     assert any(line.startswith("WARNING: all layers keep a 16-bit KV cache") for line in damage_report.lines(facts))
     none = built(folder, kv_scales=str(tmp_path / "none"))
@@ -340,7 +349,7 @@ def test_embedded_scales_are_announced(
     folder = make_tiny(tmp_path / "model", dtype="float16")
     made = {"fp8": {}, "block": {"granularity": "block"}, "awq": {"group_size": 64}}
     weights = None if quant is None else weights_option("fp8" if quant == "block" else quant, **made[quant])
-    wanted = RunOptions(weights, KVOptions(Fp8E4M3KV, granularity, "amax"), device="cpu")
+    wanted = RunOptions(weights, KVOptions(E4M3.name, granularity, "amax"), device="cpu")
     said: list[str] = []
     make_copy(folder, tmp_path / "copy", texts(), wanted, embed=True, say=said.append)
     config = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
@@ -358,7 +367,7 @@ def test_embedded_scales_are_announced(
 
 def test_scales_for_another_cache_are_not_embedded(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model")
-    wanted = RunOptions(kv=KVOptions(Fp8E5M2KV), device="cpu")
+    wanted = RunOptions(kv=KVOptions(E5M2.name), device="cpu")
     with pytest.raises(ConfigError, match="are for an e4m3 cache, not fp8_e5m2"):
         make_copy(folder, tmp_path / "copy", texts(), wanted, embed=True)
 
@@ -375,6 +384,6 @@ def test_a_quantised_checkpoint_gets_scales_too(tmp_path: Path) -> None:
 
 def test_what_takes_no_scales_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes no scales"):
-        KVOptions(AutoKV)
+        KVOptions(AutoKV.name)
     with pytest.raises(ConfigError, match="--method"):
-        KVOptions(Fp8E4M3KV, method="guess")
+        KVOptions(E4M3.name, method="guess")

@@ -95,6 +95,20 @@ def test_they_serve(site: Path, tiny: Path, kv: str, said: str, token_bytes: int
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
 
 
+def test_calibrate_takes_them_in_a_map(site: Path, tiny: Path, tmp_path: Path) -> None:
+    """Keys get scales; int4 makes its own. The attention's error is of both."""
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    command = [sys.executable, "-m", "qengine.cli.main", "calibrate", str(tiny), "--kv-dtype", "k=fp8_e4m3,v=int4"]
+    command += ["--data", str(tmp_path / "text.txt"), "--seq-len", "64", "--eval-tokens", "0", "--device", "cpu", "-q"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], env=environment(site), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kv = json.loads((tmp_path / "kv_scales.json").read_text())
+    assert set(map(str, kv["kv_dtype"].values())) == {"{'k': 'fp8_e4m3', 'v': 'int4'}"}
+    for figures in kv["layers"].values():
+        assert "scale" in figures["k"] and "scale" not in figures["v"]
+        assert 0.03 < figures["attention_output_error"] < 0.2
+
+
 def test_a_missing_package_is_said(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qengine.cli.main", "serve", str(tiny), "--kv-dtype", "k=int8,v=auto"]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
