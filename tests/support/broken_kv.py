@@ -244,15 +244,21 @@ class LosesTheBlockEdge(Bound):
 class ClaimsWhatDoesNotCompile(Fp8E4M3KV):
     """Hardware casts on every chip."""
 
-    def functions(self) -> KVFunctions:
-        return KVFunctions(encode=native_encode, decode=native_decode)
+    class Layer:
+        kernel = "a cast"
+
+        def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
+            cast_through_fp8[(1,)](k, v, SIZE=16)
+
+        def attend(self, q: torch.Tensor, batch: Any, group: int) -> torch.Tensor:
+            return torch.zeros_like(q)
+
+    def bind(self, v: KVDtype, layout: KVLayout, storage: torch.Tensor, scales: KVScales, info: DeviceInfo) -> Any:
+        return self.Layer()
 
 
 @triton.jit
-def native_encode(x, NATIVE: tl.constexpr):
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def native_decode(b, NATIVE: tl.constexpr):
-    return b.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+def cast_through_fp8(p_x, p_y, SIZE: tl.constexpr):
+    """A cast that sm_75 does not have."""
+    o_x = tl.arange(0, SIZE)
+    tl.store(p_y + o_x, tl.load(p_x + o_x).to(tl.float8e4nv).to(tl.float16))

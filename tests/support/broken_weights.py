@@ -34,9 +34,10 @@ def reversed_nibble(words, SLOT: tl.constexpr):
 
 
 @triton.jit
-def nibble_through_fp8(words, SLOT: tl.constexpr):
+def cast_through_fp8(p_x, p_y, SIZE: tl.constexpr):
     """A cast that sm_75 does not have."""
-    return ((words >> (4 * SLOT)) & 0xF).to(tl.float32).to(tl.float8e4nv).to(tl.float32)
+    o_x = tl.arange(0, SIZE)
+    tl.store(p_y + o_x, tl.load(p_x + o_x).to(tl.float8e4nv).to(tl.float16))
 
 
 class WithUnpack(LinearOp):
@@ -201,8 +202,14 @@ class FusesTheFirstOnly(Broken):
 
 class ClaimsWhatDoesNotCompile(Broken):
     class scheme(BrokenScheme):
+        class Op(Wrapped):
+            def __call__(self, x: torch.Tensor) -> torch.Tensor:
+                y = torch.empty(len(x), self.out_features, dtype=x.dtype)
+                cast_through_fp8[(1,)](x, y, SIZE=16)
+                return y
+
         def broken(self, op: LinearOp) -> LinearOp:
-            return WithUnpack(op, nibble_through_fp8) if isinstance(op, AwqCudaLinear) else op
+            return self.Op(op)
 
 
 class ClaimsBfloat16OnTuring(Broken):
