@@ -57,6 +57,6 @@ def test_kv_scales_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*argv, "--data", str(tmp_path / "t.txt")]) == 0
     assert capsys.readouterr().out.strip() == str(source)
     facts = json.loads((source / "kv_scales.json").read_text())
-    assert (facts["kv_dtype"], facts["granularity"], facts["method"]) == ("fp8_e5m2", "tensor", "mse")
+    assert (facts["kv_dtype"], facts["granularity"], facts["method"]) == ("fp8_e5m2", "tensor", "output")
     assert facts["text"]["tokens"] == 600 and len(facts["layers"]) == 2
     assert not list(source.glob(".*"))
