@@ -104,8 +104,6 @@ def engine_options(args: argparse.Namespace, row: str, total: int) -> dict[str, 
 
 def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
     """All figures of one row, in this process."""
-    import torch
-
     from qengine.bench.figures import Timing
     from qengine.bench.offline import TimedEngine
     from qengine.bench.prompts import asks, token_ids
@@ -114,7 +112,7 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
     from qengine.runtime import device as devices
     from qengine.runtime.pinned import copy_rate
 
-    device = torch.device(args.device)
+    device = devices.select_device(args.device)[0]
     total = devices.memory(device).total
     devices.limit_memory(device, int(args.gib * GIB))
     devices.start_peak(device)

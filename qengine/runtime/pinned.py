@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
 import torch
@@ -9,25 +10,26 @@ import torch
 from qengine.core.memory import format_bytes
 from qengine.errors import CapacityError
 
-PAGE = 4096
 REPEATS = 3
 
 
 class PinnedMemory:
     """`nbytes` bytes of host memory, uint8 [nbytes] in `bytes`, pinned for a CUDA device; plain memory for a CPU.
 
-    Pages are registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two. Unpinned
-    when this object goes, so it must outlive every copy. Raises CapacityError when the system refuses.
+    Pages are registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two. They are
+    mapped for this alone, because torch takes a tensor for pinned by where its storage begins. Unpinned when this object
+    goes, so it must outlive every copy. Raises CapacityError when the system refuses.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        whole = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-        first = -whole.data_ptr() % PAGE
-        self.bytes = whole[first : first + nbytes]
-        if device.type == "cuda" and nbytes:
-            with torch.cuda.device(device):
-                _register(self.bytes.data_ptr(), nbytes)
-            weakref.finalize(self, _unregister, self.bytes.data_ptr()).atexit = False
+        if device.type != "cuda" or not nbytes:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+            return
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        with torch.cuda.device(device):
+            _register(self.bytes.data_ptr(), nbytes)
+        weakref.finalize(self, _unregister, self.bytes.data_ptr()).atexit = False
 
 
 def _register(address: int, nbytes: int) -> None:
