@@ -26,6 +26,7 @@ from qengine.runtime.kv_swap import measure, start_swapping, take_host_memory
 from qengine.runtime.loader import LoadReport
 from qengine.runtime.offload import load_weights
 from qengine.runtime.plan_input import CPU_RESERVE, GPU_RESERVE
+from qengine.runtime.prompt_graphs import capture_prompts
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import Sampler
 from qengine.runtime.warmup import warm_up
@@ -56,9 +57,10 @@ def build_engine(config: EngineConfig) -> Engine:
     warm = [f"Asynchronous scheduling: {'on' if asynchronous else 'off'}"]
     warm += warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     if b.device.type == "cuda":
-        warm.append(_capture(b, runner))
+        warm += _capture(b, runner)
     if host is not None:
         measured = measure(runner, host, b.batched_tokens, b.memory.max_model_len)
+        warm.append(f"KV swap: --swap-space {config.swap_space:g} GiB asked, {report.gib(host.nbytes)} pinned")
         warm += start_swapping(pages, host, cast(SwapMode, config.swap_policy), measured)
     tail = [*offloaded.lines, *warm, f"Ready after {time.perf_counter() - start:.1f} seconds"]
     lines = _report(b, loaded, cache, kept, tail)
@@ -122,18 +124,22 @@ def _allocate(b: Built) -> KVCache:
         raise _taken(b, devices.memory(b.device).free) from e
 
 
-def _capture(b: Built, runner: Runner) -> str:
-    """Capture decode graphs unless told not to; returns a report line."""
+def _capture(b: Built, runner: Runner) -> list[str]:
+    """Capture graphs unless told not to; returns report lines."""
     if b.config.enforce_eager:
-        return "CUDA graphs: none (--enforce-eager)"
+        return ["CUDA graphs: none (--enforce-eager)"]
     m = b.memory
     graphs, line = capture_decodes(
         b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device,
         runner.weights,
     )  # fmt: skip
+    lines = [line]
+    if graphs is not None:
+        runner.prompt_graphs, line = capture_prompts(b.model, b.batched_tokens, graphs, runner.weights)
+        lines.append(line)
     runner.use_graphs(graphs)
     runner.cache.zero_blocks([0])
-    return line
+    return lines
 
 
 def _scale_version(scales: ResolvedScales) -> str:

@@ -20,7 +20,7 @@ from qengine.runtime.staging import offsets, view_of
 from qengine.runtime.weight_stream import WeightStream
 
 LARGEST = 256
-GRAPH_BYTES = 4 << 20
+GRAPH_BYTES = 2 << 20
 """What the driver keeps for one captured forward pass of some hundred kernels, about."""
 
 
@@ -76,18 +76,18 @@ class DecodeGraphs:
         self.tables = [buffer(most, width) for _ in range(num_groups)]
         self.hidden = buffer(most, model.hidden_size, dtype=model.ctx.dtype)
         self.logits = buffer(most, model.vocab_size, dtype=torch.float32)
+        self.pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> str:
         """Capture all sizes, the largest first so that the smaller ones reuse its memory. Returns a report line."""
         start = time.perf_counter()
         free = torch.cuda.mem_get_info()[0]
-        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             self._forward(size)  # compiles what is not compiled yet, makes workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 self._forward(size)
             self._captured[size] = graph
         torch.cuda.synchronize()

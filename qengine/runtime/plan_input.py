@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qengine.config import EngineConfig
-from qengine.core.memory import ActivationShape, group_layers, storage_bytes
+from qengine.core.memory import ActivationShape, activation_bytes, group_layers, storage_bytes
 from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
 from qengine.errors import CapabilityError, ConfigError
@@ -23,6 +23,7 @@ from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
 from qengine.runtime.offload_units import offload_units
+from qengine.runtime.prompt_graphs import SEQUENCES, prompt_graph_bytes, prompt_sizes
 from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.gathered import SCORE_BYTES
@@ -154,9 +155,12 @@ def _graph_bytes(config: EngineConfig, model: Model, dtype: torch.dtype, info: D
     if info.type != "cuda" or config.enforce_eager:
         return 0
     blocks = -(-(config.max_model_len or model.max_position) // config.block_size)
-    return graph_bytes(
-        config.max_num_seqs, model.hidden_size, model.vocab_size, dtype.itemsize, blocks * num_groups
-    )
+    hidden, vocab, tokens = model.hidden_size, model.vocab_size, batched_tokens(config, info)
+    decodes = graph_bytes(config.max_num_seqs, hidden, vocab, dtype.itemsize, blocks * num_groups)
+    if gathers(info) or not (sizes := prompt_sizes(tokens)):
+        return decodes
+    steps = activation_bytes(_shape(model, dtype, info, 0), sizes[-1], SEQUENCES)
+    return decodes + prompt_graph_bytes(tokens, hidden, vocab, dtype.itemsize) + steps
 
 
 def _alternatives(

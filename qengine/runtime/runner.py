@@ -16,6 +16,7 @@ from qengine.runtime.kv_cache import KVCache
 from qengine.runtime.kv_host import HostBlocks
 from qengine.runtime.logprobs import logprobs_of
 from qengine.runtime.marker import mark, wait
+from qengine.runtime.prompt_graphs import PromptGraphs
 from qengine.runtime.sampler import Draws, Sampler
 from qengine.runtime.threads import ThreadChoice
 from qengine.runtime.weight_stream import WeightStream
@@ -65,6 +66,8 @@ class Runner:
         self.threads: ThreadChoice | None = None
         """CPU only; set once measured."""
         self.graphs: DecodeGraphs | None = None
+        """CUDA only; set once captured."""
+        self.prompt_graphs: PromptGraphs | None = None
         """CUDA only; set once captured."""
         self.weights: WeightStream | None = None
         """Set where layers live in host memory."""
@@ -126,6 +129,8 @@ class Runner:
         inputs = self._begin(step, self.sampler.uniforms(requests, positions))
         result = StepResult()
         replayed = self.graphs.run(inputs) if self.graphs is not None else None
+        if replayed is None and self.prompt_graphs is not None:
+            replayed = self.prompt_graphs.run(inputs)
         hidden, logits = replayed if replayed is not None else (self._hidden(inputs), None)
         self._prompt_logprobs(step, inputs, hidden, result)
         draws = None

@@ -24,6 +24,7 @@ from qengine.runtime.logprobs import PendingLogprobs, logprobs_of, start_logprob
 from qengine.runtime.marker import mark, wait
 from qengine.runtime.random_streams import stream_of, uniforms
 from qengine.sampling_params import SamplingParams
+from qengine_kernels.row_max import row_max
 
 __all__ = ["SampledBatch", "Sampler", "SamplingBatch", "logprobs_of"]
 
@@ -185,10 +186,9 @@ class Sampler:
         that are not known matter to edits only (see `needs_ids`). `u`: the `uniforms`, where they are there already."""
         batch = self.batch(requests)
         work = self._edits.apply(logits, requests, positions, batch.edited)
-        best, tokens = work.max(dim=1)
-        bad = ~torch.isfinite(best)
+        best, tokens, ids = row_max(work)
         if work is not logits:
-            bad |= ~torch.isfinite(logits.amax(dim=1))
+            ids = torch.where(torch.isfinite(logits.amax(dim=1)), ids, -1)
         if batch.random:
             if u is None:
                 u = torch.from_numpy(self.uniforms(requests, positions)).to(logits.device, non_blocking=True)
@@ -196,14 +196,14 @@ class Sampler:
             x = work if everyone else work[batch.rows]
             drawn = draw(x, best if everyone else best[batch.rows], batch, u)
             tokens = drawn if everyone else tokens.index_copy(0, batch.rows, drawn)
+            ids = torch.where(ids < 0, -1, tokens)
         logprobs = None
         if at := batch.logprob_rows:
             ks = [requests[i].sampling.logprobs for i in at]
             some = batch.logprob_index
             rows = (logits, tokens) if len(at) == len(requests) else (logits[some], tokens[some])
             logprobs = start_logprobs(*rows, ks)
-        ids = torch.where(bad, -1, tokens).to("cpu", non_blocking=True)
-        return Draws(tokens, ids, logprobs, batch.logprob_rows)
+        return Draws(tokens, ids.to("cpu", non_blocking=True), logprobs, batch.logprob_rows)
 
 
 def needs_ids(p: SamplingParams) -> bool:

@@ -38,6 +38,7 @@ from qengine_kernels.moe_gemm.kernel import grouped_gemm_kernel
 from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_rows_kernel
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
+from qengine_kernels.row_max.kernel import join_max_kernel, part_max_kernel
 from qengine_kernels.w8a8_gemm.config import plan_pair
 from qengine_kernels.w8a8_gemm.few_rows import BLOCK_N, few_rows_kernel, plan_few
 from qengine_kernels.w8a8_gemm.kernel import pair_gemm_kernel
@@ -64,6 +65,9 @@ def small_kernels(dtype: str) -> Iterator[Variant]:
         constants, options = split_options(gated_activation_config(14336))
         types = {"p_x": dtype, "p_out": dtype}
         yield Variant(f"{kind} {dtype}", gated_activation_kernel, types, constants | {"KIND": kind}, options)
+    yield Variant("part_max", part_max_kernel, {"p_x": "fp32", "p_best": "fp32", "p_place": "i32"}, {"BLOCK": 4096})
+    types = {"p_part_best": "fp32", "p_part_place": "i32", "p_best": "fp32", "p_place": "i64", "p_checked": "i64"}
+    yield Variant("join_max", join_max_kernel, types, {"PARTS": 32})
     constants, options = split_options(rotary_config(64))
     types = {"p_q": dtype, "p_k": dtype, "p_cos": "fp32", "p_sin": "fp32"}
     yield Variant(f"rotary {dtype}", rotary_kernel, types, constants | {"HALF": 64}, options)

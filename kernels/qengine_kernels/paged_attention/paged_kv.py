@@ -68,6 +68,11 @@ class TritonPagedKV:
         how = "Triton" if self.prefill == "template" else "gather + torch SDPA (no tensor cores in Triton on this chip)"
         self.kernel = f"Triton paged decode (split KV),{conversion} prefill by {how}"
 
+    @property
+    def prompts_by_device_lengths(self) -> bool:
+        """Whether a captured prompt may be replayed with other lengths: the kernels read them, the gather does not."""
+        return self.prefill == "template"
+
     def _readers(self, head_dim: int) -> tuple[CacheSide, CacheSide, bool]:
         """The sides as the attention kernel reads them, and whether that is by pairs: products in float16, which is a
         gain where computing is in 16 bits on tensor cores."""
