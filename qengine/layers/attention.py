@@ -45,6 +45,36 @@ class RotatingKVLayer(KVLayer, Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceLengths(KVLayer, Protocol):
+    """A cache on a GPU that says whether prompts can be replayed in a CUDA graph."""
+
+    @property
+    def prompts_by_device_lengths(self) -> bool:
+        """Whether `attend` and `write` read the lengths of prompts on the device, and take `host_query_lens` as upper
+        bounds: sequences may have fewer tokens, or none, and tokens with negative slots belong to none."""
+        ...
+
+
+@runtime_checkable
+class FusedKVLayer(KVLayer, Protocol):
+    """A cache on a CPU that does all of a small decode step in one call."""
+
+    def decode(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        angles: RopeAngles,
+        batch: Batch,
+        group: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """qk [num_tokens, num_heads + num_kv_heads, head_dim], not rotated yet, and v [num_tokens, num_kv_heads,
+        head_dim]: rotates, writes and attends -> [num_tokens, num_heads * head_dim] of `dtype`. None, with nothing
+        done, for a step that is not for it."""
+        ...
+
+
 class Attention:
     """One attention layer. The runtime sets `cache` and `group` before the first step.
 
@@ -54,10 +84,12 @@ class Attention:
     def __init__(self, ctx: ModelContext, name: str, spec: AttentionSpec) -> None:
         self.name = name
         self.spec = spec
+        self.dtype = ctx.dtype
         self.index = len(ctx.attention)
         self.group = 0
         self._cache: KVLayer | None = None
         self._rotating: RotatingKVLayer | None = None
+        self._fused: FusedKVLayer | None = None
         ctx.attention.append(self)
 
     @property
@@ -68,6 +100,7 @@ class Attention:
     def cache(self, cache: KVLayer | None) -> None:
         self._cache = cache
         self._rotating = cache if isinstance(cache, RotatingKVLayer) else None
+        self._fused = cache if isinstance(cache, FusedKVLayer) else None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] (after RoPE) -> [T, num_heads * head_dim]."""
@@ -82,7 +115,13 @@ class Attention:
         """qk [T, num_heads + num_kv_heads, head_dim] before RoPE, which may be overwritten, and v [T, num_kv_heads,
         head_dim] -> as `__call__`."""
         heads, cache = self.spec.num_heads, self._rotating
-        if cache is None or not qk.is_cuda:
+        if not qk.is_cuda:
+            if self._fused is not None:
+                out = self._fused.decode(qk, v, angles, batch, self.group, self.dtype)
+                if out is not None:
+                    return out
+            return self(*rotary(qk, heads, angles), v.float(), batch)
+        if cache is None:
             return self(*rotary(qk, heads, angles), v, batch)
         q, k = qk[:, :heads], qk[:, heads:]
         cache.rotate_and_write(q, k, v, angles.cos, angles.sin, batch, self.group)
