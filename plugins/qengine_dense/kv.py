@@ -13,6 +13,7 @@ class AutoKV(KVDtype):
     name = "auto"
     contract = 1
     sides_alike = True
+    elementwise = True
 
     def layout(self, block_size: int) -> SideLayout:
         return SideLayout.dense(self.spec, block_size, self.compute_dtype)

@@ -16,6 +16,7 @@ class Fp8KV(KVDtype):
     contract = 1
     scale_granularity = ("none", "tensor", "head")
     sides_alike = True
+    elementwise = True
     fp8: ClassVar[torch.dtype]
 
     def layout(self, block_size: int) -> SideLayout:

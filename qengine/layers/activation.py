@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from qengine_kernels import cpu_fused
 from qengine_kernels.gated_activation import KINDS, gated_activation, power_of_two, scaled_activation
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -40,6 +41,8 @@ class GatedActivation:
         """gate_up [T, 2 * I] -> [T, I], same dtype."""
         if gate_up.is_cuda and self.kernel is not None:
             return gated_activation(gate_up, self.kernel)
+        if self.kernel is not None and cpu_fused.takes(gate_up, gate_up.dtype):
+            return cpu_fused.gated_activation(gate_up, self.kernel)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.function(gate).mul_(up)
 

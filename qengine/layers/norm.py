@@ -8,6 +8,7 @@ import torch
 
 from qengine.layers.module import FLOAT_CODES, Leaf, ModelContext
 from qengine.plugin import DeviceInfo, TensorNeed
+from qengine_kernels import cpu_fused
 from qengine_kernels.rms_norm import rms_norm
 
 
@@ -55,6 +56,8 @@ class RMSNorm(Leaf):
         """x [..., size], any float dtype -> [..., size] in the compute dtype."""
         if x.is_cuda:
             return rms_norm(x, self.loaded_weight(), self.eps, dtype=self.dtype)
+        if cpu_fused.takes(x, self.dtype):
+            return cpu_fused.rms_norm(x, self.loaded_weight(), self.eps, self.dtype)
         x = x.float()
         return torch.mul(x, self.loaded_weight()).mul_(inverse_rms(x, self.cpu_eps)).to(self.dtype)
 
@@ -62,6 +65,8 @@ class RMSNorm(Leaf):
         """residual [T, size] += x, in place and in the residual's dtype; returns the norm of the sum."""
         if x.is_cuda:
             return rms_norm(x, self.loaded_weight(), self.eps, residual, dtype=self.dtype)
+        if cpu_fused.takes(x, self.dtype) and residual.dtype is torch.float32:
+            return cpu_fused.rms_norm(x, self.loaded_weight(), self.eps, self.dtype, residual)
         residual.add_(x)
         return self(residual)
 
@@ -95,5 +100,7 @@ class HeadNorm:
         if qk.is_cuda:
             heads = self.counts[0]
             return torch.cat((query(qk[:, :heads]), key(qk[:, heads:])), dim=1)
+        if cpu_fused.takes(qk, torch.float32):
+            return cpu_fused.rms_norm(qk, self.weight(), query.eps, torch.float32)
         x = qk.float()
         return torch.mul(x, self.weight()).mul_(inverse_rms(x, query.cpu_eps))

@@ -98,8 +98,6 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, angles: dict[Rotary, RopeAngles], batch: Batch) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        if not qkv.is_cuda:
-            qkv = qkv.float()  # once: head norms, rotation and the cache compute in float32 on a CPU
         qk, v = qkv[:, : self.rotated], qkv[:, self.rotated :]
         if self.head_norm is not None:
             qk = self.head_norm(qk)

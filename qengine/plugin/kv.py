@@ -169,6 +169,11 @@ class KVDtype(ABC):
     """Whether K and V of one layer are stored in exactly the same way, so that both may be coded in one call of either
     side's `encode` and `decode`. Only for speed."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether each value is stored as one element that depends on the value alone: wherever it lies in a vector, in
+    whichever layer and side. An element of a float dtype is then the value cast to it. CPU kernels may code 8-bit
+    elements by tables that they make with `encode` and `decode`. Only for speed."""
+
     def __init__(self, spec: AttentionSpec, side: Side, compute_dtype: torch.dtype) -> None:
         self.spec, self.side, self.compute_dtype = spec, side, compute_dtype
 

@@ -10,11 +10,13 @@ import torch
 
 from qengine.core.request import Request
 from qengine.core.step import ScheduledSequence, Step
+from qengine.runtime.cache_dir import cache_root
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import needs_ids
 from qengine.runtime.threads import SIZES, ThreadChoice, choose_threads
 from qengine.sampling_params import SamplingParams
+from qengine_kernels import cpu_fused
 from qengine_kernels.compile_watch import kernels_compiled
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -46,6 +48,7 @@ def warm_up(
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     kernels = len(kernels_compiled())
+    fused = [] if on_gpu else [cpu_fused.prepare(cache_root() / "cpu-kernels")]
     longest = max_model_len - 1
     lens = step_sizes(batched_tokens, max_num_seqs, longest) if on_gpu else [[min(CPU_LENGTH, longest)], [1]]
     for query_lens in lens:
@@ -54,7 +57,7 @@ def warm_up(
     if not on_gpu:
         runner.threads = _measure_threads(runner, max_num_seqs)
     runner.cache.zero_blocks([0])
-    lines = [f"Warm-up took {time.perf_counter() - start:.2f} seconds"]
+    lines = [*fused, f"Warm-up took {time.perf_counter() - start:.2f} seconds"]
     if runner.threads is not None:
         lines.append(runner.threads.line())
     if on_gpu:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from qengine_kernels import cpu_fused
 from qengine_kernels.cpu_attention.plan import DecodePart, Plan, PrefillPart, make_plan, write_rows
 from qengine_kernels.cpu_attention.rows import RowMap
 
@@ -29,8 +30,8 @@ class CpuPagedKV:
 
     storage           uint8 [num_blocks, at least layout.block_bytes]; block 0 is the null block and stays zero
     k_scale, v_scale  float32 [num_kv_heads], multiply-to-dequantise; folded into the query and the result
-    k_format, ...     objects with `encode` and `decode` (`qengine.plugin.KVDtype`): [..., head_dim] float -> [..., row]
-                      stored, and back as the given float dtype
+    k_format, ...     objects with `encode`, `decode` and `elementwise` (`qengine.plugin.KVDtype`): [..., head_dim]
+                      float -> [..., row] stored, and back as the given float dtype
     together          whether K and V are stored alike, so that either format may code both in one call
 
     A decode step of one sequence is bound by how many operations and calls it takes, not by what they do: each costs
@@ -69,7 +70,17 @@ class CpuPagedKV:
         self.v_factor: torch.Tensor | None = None
         if not bool((scales[1] == 1).all()):
             self.v_factor = scales[1].repeat_interleave(group)[:, None]
+        self.fused = cpu_fused.FusedDecode.of(storage, layout, spec, (k_format, v_format), (k_scale, v_scale))
         self.kernel = "gather and float32 SDPA" if spec.soft_cap is None else "gather and float32 softmax (soft cap)"
+
+    def decode(
+        self, qk: torch.Tensor, v: torch.Tensor, angles: Any, batch: Any, group: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """All of a small decode step's attention, see `qengine.layers.attention.FusedKVLayer`."""
+        fused = self.fused
+        if fused is None or not fused.takes(batch, qk, v, dtype):
+            return None
+        return fused(qk, v, angles.cos, angles.sin, batch, group, dtype)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, batch: Any, group: int) -> None:
         """Store k, v [num_tokens, num_kv_heads, head_dim] at the group's slots."""
