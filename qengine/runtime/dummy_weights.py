@@ -8,6 +8,7 @@ dummy weights are for, not text.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,9 @@ from qengine.plugin import WEIGHT_STD, LinearSpec, Quantizer, RandomTensors, Ten
 from qengine.runtime.described import stays_dense
 from qengine.runtime.quant_config import SPELLINGS, QuantConfig
 from qengine.runtime.safetensors_file import CODES
+
+DRAWN_AT_ONCE = 1 << 24
+"""Values."""
 
 
 class DummySource:
@@ -91,8 +95,12 @@ class DummySource:
         return torch.Generator(device).manual_seed((self.seed * 1_000_003 + _checksum(name)) % (1 << 63))
 
     def _random(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        drawn = torch.randn(tuple(shape), generator=self._generator(name, device), device=device)
-        return drawn.mul_(WEIGHT_STD).to(dtype)
+        """A bounded number of rows at a time: float32 of a large vocabulary takes more room than serving leaves."""
+        generator, made = self._generator(name, device), torch.empty(tuple(shape), dtype=dtype, device=device)
+        rows = max(1, DRAWN_AT_ONCE // max(1, math.prod(shape[1:])))
+        for part in made.split(rows):
+            part.copy_(torch.randn(part.shape, generator=generator, device=device).mul_(WEIGHT_STD))
+        return made
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._ready:

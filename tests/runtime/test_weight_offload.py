@@ -25,7 +25,7 @@ from qengine.layers.module import ModelContext
 from qengine.layers.moe import ExpertLinear
 from qengine.models.model import Model
 from qengine.models.registry import build_model
-from qengine.plugin import DeviceInfo
+from qengine.plugin import DeviceInfo, ExpertsOp
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.dummy_weights import dummy_source
 from qengine.runtime.loader import load, resolve
@@ -35,6 +35,7 @@ from qengine.runtime.offload_units import layer_linears, offload_units
 from qengine.runtime.pinned import PinnedMemory
 from qengine.runtime.quant_select import select_quant
 from qengine.runtime.weight_stream import Lane, WeightStream
+from qengine_dense.experts import DenseCudaExperts
 from torch_kv import PagedRun
 from toy_models import awq_config, llama_config, write_json
 
@@ -43,7 +44,7 @@ GIB = 2**30
 
 
 class AtOnce:
-    """Copies before anything that is started later: shows a buffer that is overwritten while its layer is in use."""
+    """Copies before anything that is started later."""
 
     def __init__(self) -> None:
         self.copies: list[int] = []
@@ -56,8 +57,9 @@ class AtOnce:
         pass
 
 
-class AtTheLastMoment(AtOnce):
-    """Copies when somebody waits, and not before: shows a layer that is used without waiting."""
+class AtItsWorst(AtOnce):
+    """A copy destroys the buffer when it starts and is done when somebody waits, not before. Shows a layer whose buffer
+    is taken while it is in use, and one that is used without waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,20 +67,21 @@ class AtTheLastMoment(AtOnce):
 
     def copy(self, buffer: int, to: torch.Tensor, source: torch.Tensor) -> None:
         self.copies.append(buffer)
+        to.zero_()
         self.due[buffer] = lambda: to.copy_(source)
 
     def wait(self, buffer: int) -> None:
         self.due.pop(buffer)()
 
 
-class NeverWaiting(AtTheLastMoment):
+class NeverWaiting(AtItsWorst):
     """The control: waits for nothing."""
 
     def wait(self, buffer: int) -> None:
         self.due.pop(buffer)
 
 
-LANES = [AtOnce, AtTheLastMoment]
+LANES = [AtOnce, AtItsWorst]
 
 
 def numbered(count: int, lane: Lane) -> WeightStream:
@@ -144,18 +147,17 @@ def test_numbers_for_the_flag() -> None:
 # Whole models
 
 TOY: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 MOE = TOY | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
-    "num_hidden_layers": 3,
 }  # fmt: skip
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "16-bit": (TOY, None),
+    "16-bit": (TOY | {"num_hidden_layers": 5}, None),
     "awq": (TOY | {"attention_bias": True}, awq_config(32)),
     "gptq act-order": (TOY, GPTQ),
     "fp8": (TOY, FP8),
@@ -201,26 +203,25 @@ def loaded(
 
 
 def logits(model: Model) -> torch.Tensor:
-    return torch.cat(PagedRun(model, [[1, 2, 3]]).run())
+    with torch.inference_mode():
+        return PagedRun(model, [[7]]).run()[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_as_without_offload(name: str, tmp_path: Path) -> None:
-    with torch.inference_mode():
-        want = logits(loaded(tmp_path, name, None)[0])
-        assert torch.isfinite(want).all() and want.std() > 1e-3
-        for lane, turns in ((AtOnce, 1), (AtTheLastMoment, 2)):
-            model, _ = loaded(tmp_path, name, lane())
-            assert all(torch.equal(logits(model), want) for _ in range(turns))
-        stale, _ = loaded(tmp_path, name, NeverWaiting())
-        assert not torch.equal(logits(stale), want)
+    want = logits(loaded(tmp_path, name, None)[0])
+    assert torch.isfinite(want).all() and want.std() > 1e-3
+    model, _ = loaded(tmp_path, name, AtItsWorst())
+    assert torch.equal(logits(model), want)
+    if name == "16-bit":
+        assert all(torch.equal(logits(model), want) for _ in range(4))
+        assert not torch.equal(logits(loaded(tmp_path, name, NeverWaiting())[0]), want)
 
 
 def test_only_what_the_patterns_name(tmp_path: Path) -> None:
-    with torch.inference_mode():
-        plain, _ = loaded(tmp_path, "awq experts", None)
-        model, store = loaded(tmp_path, "awq experts", AtTheLastMoment(), "*.experts.1, *.o_proj")
-        assert torch.equal(logits(model), logits(plain))
+    plain, _ = loaded(tmp_path, "16-bit experts", None)
+    model, store = loaded(tmp_path, "16-bit experts", AtItsWorst(), "*.experts.1, *.o_proj")
+    assert torch.equal(logits(model), logits(plain))
     assert store is not None and len(store.layers) == 3
     for leaves in store.layers:
         experts = [leaf for leaf in leaves if isinstance(leaf, ExpertLinear)]
@@ -230,12 +231,8 @@ def test_only_what_the_patterns_name(tmp_path: Path) -> None:
 
 
 def test_experts_whose_grouped_op_cannot_move_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qengine.plugin import ExpertsOp
-    from qengine_awq.kernels import AwqCudaExperts
-
-    with torch.inference_mode():
-        want = logits(loaded(tmp_path, "awq experts", None)[0])
-        monkeypatch.setattr(AwqCudaExperts, "buffers", ExpertsOp.buffers)
-        model, store = loaded(tmp_path, "awq experts", AtTheLastMoment())
-        assert store is not None and "experts of 6 linears run one after the other" in store.notes[0]
-        torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+    want = logits(loaded(tmp_path, "16-bit experts", None)[0])
+    monkeypatch.setattr(DenseCudaExperts, "buffers", ExpertsOp.buffers)
+    model, store = loaded(tmp_path, "16-bit experts", AtItsWorst())
+    assert store is not None and "experts of 6 linears run one after the other" in store.notes[0]
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
