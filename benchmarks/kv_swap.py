@@ -39,7 +39,7 @@ from qengine.sampling_params import SamplingParams
 
 SIZES = {
     # prompts, tokens of each, generated; documents, tokens of each, generated
-    "8b": (64, 512, 256, 24, 2048, 8),
+    "8b": (64, 512, 256, 16, 2048, 8),
     "tiny": (8, 24, 40, 6, 96, 4),
 }
 Prompts = list[tuple[list[int], int]]
