@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ SPELLINGS = {
     "bits": ("bits", "w_bit", "wbits"),
     "group_size": ("group_size", "q_group_size"),
     "checkpoint_format": ("checkpoint_format", "format"),
+    **{field: (field,) for field in ("version", "sym", "zero_point", "desc_act", "static_groups", "dynamic", "meta")},
 }
-"""Fields that two homes of one config must agree on, in the spellings of different writers."""
+"""Fields that say how tensors are to be read, in the spellings of different writers. Two homes of one config must agree
+on them; where one is silent, the other is listened to."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class QuantConfig:
 
 
 def find_quant_config(folder: Path, raw_config: Mapping[str, Any]) -> tuple[QuantConfig | None, list[str]]:
-    """The config that counts (config.json first, then its text_config, then legacy files) and notes on others that
-    disagree with it. Raises CheckpointError for one that names no method or is no JSON object."""
+    """The config that counts (config.json first, then its text_config, then legacy files), with what only others of the
+    same method state, and notes on those and on others that disagree with it.
+
+    Raises CheckpointError for a config that names no method or is no JSON object.
+    """
     homes: list[tuple[str, Any, str | None]] = []
     text = raw_config.get("text_config")
     for key in KEYS:
@@ -53,7 +58,22 @@ def find_quant_config(folder: Path, raw_config: Mapping[str, Any]) -> tuple[Quan
     found = [_named(source, value, method) for source, value, method in homes if value]
     if not found:
         return None, []
-    return found[0], [note for other in found[1:] for note in _differences(found[0], other)]
+    notes = [note for other in found[1:] for note in _differences(found[0], other)]
+    return _completed(found, notes), notes
+
+
+def _completed(found: list[QuantConfig], notes: list[str]) -> QuantConfig:
+    """The first of `found` with the fields that only later ones of its method state; adds a note for each."""
+    first, config = found[0], dict(found[0].config)
+    for other in found[1:]:
+        if other.method != first.method:
+            continue
+        for field, spellings in SPELLINGS.items():
+            stated = [s for s in spellings if other.config.get(s) is not None]
+            if stated and all(config.get(s) is None for s in spellings):
+                config[stated[0]] = other.config[stated[0]]
+                notes.append(f"{first.source} says nothing of {field}: {other.source} counts")
+    return replace(first, config=config)
 
 
 def _named(source: str, value: Any, method: str | None) -> QuantConfig:
@@ -71,8 +91,9 @@ def _differences(chosen: QuantConfig, other: QuantConfig) -> list[str]:
         notes.append(f"{other.source} says {other.method}, {chosen.source} says {chosen.method}: the latter counts")
         return notes
     for field, spellings in SPELLINGS.items():
-        values = [next((c.config[s] for s in spellings if s in c.config), None) for c in (chosen, other)]
-        if None not in values and str(values[0]).lower() != str(values[1]).lower():
+        values = [next((c.config[s] for s in spellings if c.config.get(s) is not None), None) for c in (chosen, other)]
+        plain = not any(value is None or isinstance(value, dict) for value in values)
+        if plain and str(values[0]).lower() != str(values[1]).lower():
             notes.append(
                 f"{field} is {values[0]} in {chosen.source} and {values[1]} in {other.source}: the former counts"
             )

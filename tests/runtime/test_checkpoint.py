@@ -288,6 +288,22 @@ def test_homes_that_disagree_are_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_what_one_home_does_not_say_another_does(tmp_path: Path) -> None:
+    """The zero convention of asymmetric weights cannot be told from their data; a null says nothing."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "dynamic": None}
+    folder = make_tiny(tmp_path, tokenizer=False, quantization_config=gptq)
+    more = {"wbits": 4, "sym": True, "format": "gptq_v2", "dynamic": {"-:.*o_proj": {}}, "damp_percent": 0.1}
+    write_json(folder / "quantize_config.json", more)
+    write_json(folder / "quant_config.json", {"version": "gemm"})  # another method's
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.quant is not None
+    assert checkpoint.quant.config == gptq | {"format": "gptq_v2", "dynamic": {"-:.*o_proj": {}}}
+    notes = "\n".join(checkpoint.notes)
+    for field in ("checkpoint_format", "dynamic"):
+        assert f"config.json quantization_config says nothing of {field}: quantize_config.json counts" in notes
+    assert "sym is False in config.json quantization_config and True in quantize_config.json" in notes
+
+
 def test_a_config_without_a_method_is_refused(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, tokenizer=False, quantization_config={"bits": 4})
     with pytest.raises(CheckpointError, match="names no quant_method"):
