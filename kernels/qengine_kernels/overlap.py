@@ -1,7 +1,9 @@
-"""Programmatic dependent launch: a kernel is started while the one before it still runs, and waits inside for its end.
+"""Programmatic dependent launch: a kernel is started while the one before it ends, and waits inside for its results.
 
-What a kernel does before it waits costs nothing, and being launched is most of it: about half a microsecond each on an
-H200. sm_90 and up (PTX ISA, griddepcontrol), in a CUDA graph as outside.
+What a kernel does before it waits costs nothing, and being launched is most of it. On an H200, a replayed decode step of
+an 8B model took 2.37 ms instead of 2.43 for one sequence, 12.85 instead of 12.92 for 256. Kernels that let the next one
+start earlier than when they end made it 3.26: programs that wait take places. sm_90 and up (PTX ISA, griddepcontrol), in
+a CUDA graph as outside.
 """
 
 from __future__ import annotations
@@ -29,12 +31,3 @@ def wait_for_earlier(PDL: tl.constexpr):
     """Must come before a kernel's first load and first store: nothing of the kernels before it is there yet."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_start(PDL: tl.constexpr):
-    """The next kernel may start now, and wait; without this, when programs of this one end. For kernels that leave
-    most of the chip idle: the programs that wait take places, which slows down all but those (on an H200, a step of one
-    sequence took 3.26 ms with this in every kernel, 2.43 without overlap)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()

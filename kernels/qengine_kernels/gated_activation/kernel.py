@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import ceil_div, power_of_2
-from qengine_kernels.overlap import let_next_start, overlap, wait_for_earlier
+from qengine_kernels.overlap import overlap, wait_for_earlier
 
 
 @triton.jit
@@ -35,7 +35,6 @@ def _gated(b_gate, b_up, KIND: tl.constexpr):
 def gated_activation_kernel(
     p_x, p_out, width, x_stride, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    let_next_start(PDL)
     wait_for_earlier(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -9,7 +9,7 @@ import triton.language as tl
 from qengine_kernels.kv_side import CacheSide
 from qengine_kernels.kv_write.kernel import store_tile, write_kv_config
 from qengine_kernels.launch import ceil_div
-from qengine_kernels.overlap import let_next_start, overlap, wait_for_earlier
+from qengine_kernels.overlap import overlap, wait_for_earlier
 from qengine_kernels.rotary.kernel import rotary_config, rotate_heads
 
 
@@ -39,7 +39,6 @@ def rotate_write_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, tile of heads): the first `q_tiles` tiles are q's, the others K's and V's."""
-    let_next_start(PDL)
     wait_for_earlier(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     i_tile = tl.program_id(1)

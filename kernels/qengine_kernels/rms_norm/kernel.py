@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from qengine_kernels.launch import ceil_div, power_of_2
-from qengine_kernels.overlap import let_next_start, overlap, wait_for_earlier
+from qengine_kernels.overlap import overlap, wait_for_earlier
 
 
 @triton.jit
@@ -29,7 +29,6 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Rows are (outer, head) pairs of x; residual and out are contiguous [rows, WIDTH]."""
-    let_next_start(PDL)
     wait_for_earlier(PDL)
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_col = tl.arange(0, BLOCK)

@@ -36,8 +36,8 @@ WIDE = (
     Entry(16, "few", 64, 2, 16, 4, 3),
     Entry(32, "many", 32, 2, 32, 4, 3),
     Entry(64, "many", 32, 2, 64, 4, 3),
-    Entry(128, "many", 16, 2, 128, 8, 4),
-    Entry(512, "many", 16, 2, 256, 8, 4),
+    Entry(128, "many", 16, 2, 128, 4, 3),
+    Entry(512, "many", 16, 2, 128, 4, 3),
 )
 """Where there are output tiles for every multiprocessor."""
 
@@ -46,11 +46,11 @@ NARROW = (
     Entry(16, "many", 32, 2, 16, 4, 3),
     Entry(32, "many", 32, 1, 32, 4, 4),
     Entry(256, "many", 32, 1, 64, 4, 3),
-    Entry(512, "many", 16, 2, 256, 8, 4, 1),
+    Entry(512, "many", 16, 2, 128, 4, 3),
 )
 """Elsewhere: smaller tiles, and K split among programs."""
 
-DEEP = (*NARROW[:3], Entry(64, "many", 32, 1, 64, 4, 3), Entry(128, "many", 16, 2, 128, 8, 4, 1), NARROW[4])
+DEEP = (*NARROW[:3], Entry(64, "many", 32, 1, 64, 4, 3), Entry(128, "many", 16, 2, 128, 4, 3), NARROW[4])
 """The same where K is large beside N."""
 
 TUNED: dict[tuple[Chip, int, int, int], tuple[Entry, ...]] = {}

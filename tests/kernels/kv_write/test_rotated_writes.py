@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import covering
 from paged_cases import empty_storage
 from qengine.plugin import AttentionSpec, KVFunctions, KVLayout, SideLayout
 from qengine_dense.kernels import identity_encode
@@ -12,17 +13,14 @@ from qengine_kernels.fp8.device import e4m3_encode
 from qengine_kernels.kv_side import CacheSide
 from qengine_kernels.kv_write import rotate_write_kv, write_kv
 from qengine_kernels.rotary.kernel import launch_rotary
-from qengine_kernels.testing import readable_id
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLOTS = [16, 47, -1, 3, 30]
 # query heads, KV heads, head_dim, half of the dimensions that turn
 SHAPES = [(4, 2, 64, 32), (3, 1, 80, 40), (12, 4, 96, 16), (16, 8, 16, 8)]
 
 
-@pytest.mark.parametrize("stored", [None, torch.uint8], ids=["same", "e4m3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+@pytest.mark.parametrize(("shape", "dtype", "stored"), covering(SHAPES, DTYPES, [None, torch.uint8]))
 def test_equals_rotation_and_write(
     shape: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
 ) -> None:
@@ -47,7 +45,11 @@ def test_equals_rotation_and_write(
             write_kv(k, v, *sides, slots, 16, False)
         results.append((q.clone(), storage))
     assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    if stored is None and dtype is torch.float32:  # products may be fused with sums in one kernel and not in the other
+        together, apart = (storage.view(torch.float32) for _, storage in results)
+        torch.testing.assert_close(together, apart, rtol=1e-6, atol=1e-6, equal_nan=True)
+    else:
+        assert torch.equal(results[0][1], results[1][1])
     plain = empty_storage(layout, 3, device)
     write_kv(
         fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :],
