@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import pytest
 import torch
 
+from covering import all_pairs
 from qengine_kernels.launch import Chip, ceil_div, power_of_2
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id, relative_error
 
@@ -39,3 +42,11 @@ def test_known_chips() -> None:
     assert not Chip.known(75).tensor_cores and Chip.known(80).tensor_cores
     assert Chip.known(90).shared_memory == 227 * 1024
     assert Chip.known(999).shared_memory == 64 * 1024, "an unknown chip gets the smallest limit"
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 3, 2), (7, 3, 2), (3, 4), (1, 2)])
+def test_every_pair_of_values_meets(sizes: tuple[int, ...]) -> None:
+    rows = all_pairs(sizes)
+    for a, b in combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in rows} == set(product(range(sizes[a]), range(sizes[b])))
+    assert len(rows) <= 1.2 * max(x * y for x, y in combinations(sizes, 2)), "hardly more than what two axes need"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import covering
 from qengine_kernels.gated_activation import KINDS, gated_activation, scaled_activation
 from qengine_kernels.gated_activation.kernel import launch_gated_activation, launch_scaled_activation
 from qengine_kernels.gated_activation.reference import gated_activation_reference, scaled_activation_reference
-from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+SHAPES = [(1, 1), (5, 1536), (3, 200), (2, 2500), (0, 8)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1536), (3, 200), (2, 2500), (0, 8)], ids=readable_id)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape", "dtype"), covering([*KINDS], SHAPES, [*LIMITS]))
 def test_matches_reference(kind: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     x = (torch.randn(shape[0], 2 * shape[1]) * 6).to(dtype).to(device)
     with poisoned_empty():
@@ -50,9 +49,9 @@ def test_kinds_and_halves_are_told_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=readable_id)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1536), (3, 200), (2, 2500), (0, 8)], ids=readable_id)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype"), covering([*KINDS], SHAPES, [torch.float32, torch.float16])
+)
 def test_scaled_rows_keep_within_the_limit(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from covering import covering
 from gptq_files import Style, quantize
 from qengine.plugin import DeviceInfo, LinearShard, LinearSpec
 from qengine_gptq.backend import GptqScheme
 from qengine_gptq.kernels import GptqCudaLinear
 from qengine_gptq.shards import decode, stack
 from qengine_gptq.zeros import ZeroRule
-from qengine_kernels.testing import KernelMismatch, assert_close, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 CUDA = DeviceInfo("cuda")
 
 
 def build(
-    k: int, outs: list[int], style: Style, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    k: int, outs: Sequence[int], style: Style, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[GptqCudaLinear, torch.Tensor]:
     """The op over fused shards and their dense meaning [N, K]."""
     parts, weights = [], []
@@ -38,19 +40,15 @@ def build(
 
 
 # K, outputs of the shards, group, symmetric, shuffled
-CASES = [
-    (256, [64, 40], 64, True, None), (192, [32, 32], 32, False, 3), (96, [64], 64, True, 4),
-    (200, [40], 32, False, None), (96, [72], -1, False, None),
+Case = tuple[int, tuple[int, ...], int, bool, int | None]
+CASES: list[Case] = [
+    (256, (64, 40), 64, True, None), (192, (32, 32), 32, False, 3), (96, (64,), 64, True, 4),
+    (200, (40,), 32, False, None), (96, (72,), -1, False, None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("m", [1, 9, 300])
-@pytest.mark.parametrize("case", CASES, ids=readable_id)
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_gptq_matches_reference(
-    bits: int, case: tuple[int, list[int], int, bool, int | None], m: int, dtype: torch.dtype, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("bits", "case", "m", "dtype"), covering([2, 3, 4, 8], CASES, [1, 9, 300], [*LIMITS]))
+def test_gptq_matches_reference(bits: int, case: Case, m: int, dtype: torch.dtype, device: torch.device) -> None:
     k, outs, group, symmetric, shuffle = case
     bias = torch.randn(sum(outs))
     style = Style(bits, group, symmetric, "gptq_v2", shuffle=shuffle)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import covering
 from fp8_files import TABLE, encode_e4m3
 from qengine_kernels.fp8.device import e4m3_encode
 from qengine_kernels.quantize_rows import quantize_rows
 from qengine_kernels.quantize_rows.reference import quantize_rows_reference
-from qengine_kernels.testing import poisoned_empty, readable_id, relative_error
+from qengine_kernels.testing import poisoned_empty, relative_error
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("k", [16, 77, 320, 5000])
-@pytest.mark.parametrize("kind", ["token", "block", "static"])
+@pytest.mark.parametrize(
+    ("kind", "k", "dtype"), covering(["token", "block", "static"], [16, 77, 320, 5000], DTYPES)
+)
 def test_matches_reference(kind: str, k: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (torch.randn(5, k) * torch.tensor([[1e-3], [1], [100], [0], [7]])).to(dtype)
     scale = torch.tensor([0.05]) if kind == "static" else None

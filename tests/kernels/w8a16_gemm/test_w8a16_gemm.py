@@ -9,16 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
+from covering import covering
 from fp8_files import TABLE, encode_e4m3
 from qengine_kernels.fp8.device import e4m3_decode_finite
 from qengine_kernels.launch import Chip
-from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty
 from qengine_kernels.w8a16_gemm import ByteWeight, block_scales, byte_weight_bytes, row_scales, w8a16_matmul
 from qengine_kernels.w8a16_gemm.config import plan_bytes, shared_bytes
 from qengine_kernels.w8a16_gemm.reference import dequantize_reference
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+ROWS = {"gemv": (1, 5), "gemm": (17, 70), "dequantize": (5, 40)}
+"""Rows of x for each route: one tile and several."""
 
 # K, outputs of each stacked module, block: scales a row; partial blocks at the end and between modules; odd sizes
 SHAPES = [(256, (64, 32), None), (77, (9,), None), (320, (192, 64), 128), (200, (40, 24), 64), (96, (130,), 32)]
@@ -49,13 +51,12 @@ def weight_of(
     return weight, torch.cat(dense).to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize(("m", "route"), [(1, "gemv"), (5, "gemv"), (17, "gemm"), (70, "gemm"), (5, "dequantize")])
-@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+@pytest.mark.parametrize(("shape", "route", "tiles", "dtype"), covering(SHAPES, [*ROWS], (0, 1), [*LIMITS]))
 def test_matches_reference(
-    shape: tuple[int, tuple[int, ...], int | None], m: int, route: str, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, tuple[int, ...], int | None], route: str, tiles: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     weight, dense = weight_of(*shape, device)
+    m = ROWS[route][tiles]
     x = torch.randn(m, shape[0]).to(dtype).to(device)
     bias = torch.randn(len(dense)).to(dtype).to(device)
     with poisoned_empty():

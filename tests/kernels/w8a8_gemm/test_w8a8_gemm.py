@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import covering
 from fp8_files import TABLE, encode_e4m3
 from qengine_kernels.fp8.device import e4m3_dot
 from qengine_kernels.launch import Chip
 from qengine_kernels.split_k import tickets
-from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty
 from qengine_kernels.w8a8_gemm import w8a8_matmul
 from qengine_kernels.w8a8_gemm.config import plan_pair, shared_bytes
 from qengine_kernels.w8a8_gemm.few_rows import plan_few, takes_few_rows
 from qengine_kernels.w8a8_gemm.reference import w8a8_reference
 from qengine_kernels.w8a16_gemm import ByteWeight, block_scales, row_scales
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 NATIVE = pytest.mark.parametrize(
     "native", [pytest.param(False, id="decoded"), pytest.param(True, marks=pytest.mark.gpu, id="native")]
 )
@@ -45,9 +45,7 @@ def case(
 
 
 @NATIVE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("m", [1, 17, 130])
-@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+@pytest.mark.parametrize(("shape", "m", "dtype"), covering(SHAPES, [1, 17, 130], [*LIMITS]))
 def test_matches_reference(
     shape: tuple[int, tuple[int, ...], int | None], m: int, dtype: torch.dtype, native: bool, device: torch.device
 ) -> None:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from awq_files import write_linear
+from covering import covering
 from qengine.plugin import DeviceInfo, LinearSpec
 from qengine_awq.kernels import AwqCudaLinear
 from qengine_awq.layouts import LAYOUTS
 from qengine_kernels.launch import Chip
-from qengine_kernels.testing import KernelMismatch, assert_close, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close
 from qengine_kernels.wna16_gemm import held_bytes, packed_bytes
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -64,16 +64,16 @@ def test_the_documented_word(device: torch.device) -> None:
     assert op(one_hot).cpu().tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize("m", [1, 9, 300])
-@pytest.mark.parametrize(
-    ("k", "n", "group_size", "zeros"), [(256, 64, 64, True), (96, 72, -1, True), (200, 40, 32, False)]
-)
+# K, N, group size, zeros
+SHAPES = [(256, 64, 64, True), (96, 72, -1, True), (200, 40, 32, False)]
+
+
+@pytest.mark.parametrize(("shape", "m", "dtype"), covering(SHAPES, [1, 9, 300], [*LIMITS]))
 def test_matches_reference(
-    k: int, n: int, group_size: int, zeros: bool, m: int, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int, bool], m: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    op, dense, bias = build(k, n, group_size, zeros, dtype, device, AWQ_ORDER)
-    x = torch.randn(m, k).to(dtype).to(device)
+    op, dense, bias = build(*shape, dtype, device, AWQ_ORDER)
+    x = torch.randn(m, shape[0]).to(dtype).to(device)
     assert_close("linear", op(x), x.float() @ dense + bias.to(dtype).float(), LIMITS[dtype])
 
 

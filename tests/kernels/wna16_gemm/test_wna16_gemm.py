@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import covering
 from qengine_gptq.kernels import UNPACK
 from qengine_kernels.launch import Chip
-from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
+from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty
 from qengine_kernels.wna16_gemm import (
     PackedWeight,
     normal_group_size,
@@ -20,8 +21,11 @@ from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.launcher import dequantize
 from qengine_kernels.wna16_gemm.reference import dequantize_reference, wna16_reference
 
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+DTYPES = list(LIMITS)
+ROWS = {"gemv": (1, 3), "gemm": (17, 70), "dequantize": (5, 40)}
+"""Rows of x for each route: one tile and several."""
 
 # K, N, group size: plain, narrow slices, one group, ragged last group, group smaller than a slice tile, K not % 8
 SHAPES = [(256, 128, 128), (576, 72, 64), (192, 64, -1), (96, 8, 64), (200, 136, 32), (128, 40, 16), (77, 64, 30)]
@@ -44,13 +48,12 @@ def weight_of(
     return packed, dense.to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize(("m", "route"), [(1, "gemv"), (3, "gemv"), (17, "gemm"), (70, "gemm"), (5, "dequantize")])
-@pytest.mark.parametrize("shape", SHAPES, ids=readable_id)
+@pytest.mark.parametrize(("shape", "route", "tiles", "dtype"), covering(SHAPES, [*ROWS], (0, 1), DTYPES))
 def test_matches_reference(
-    shape: tuple[int, int, int], m: int, route: str, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int], route: str, tiles: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     weight, dense = weight_of(*shape, device)
+    m = ROWS[route][tiles]
     x = torch.randn(m, shape[0]).to(dtype).to(device)
     bias = torch.randn(shape[1]).to(dtype).to(device)
     with poisoned_empty():
@@ -67,14 +70,13 @@ OTHER_BITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=readable_id)
-@pytest.mark.parametrize(("m", "route"), [(3, "gemv"), (17, "gemm"), (5, "dequantize")])
-@pytest.mark.parametrize("shape", OTHER_BITS, ids=readable_id)
+@pytest.mark.parametrize(("shape", "route", "dtype"), covering(OTHER_BITS, [*ROWS], DTYPES))
 def test_other_bits(
-    shape: tuple[int, int, int, int, int], m: int, route: str, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int, int, int], route: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     bits, k, n, group_size, expected = shape
-    weight, dense = weight_of(k, n, group_size, device, zeros=m != 17, bits=bits)
+    m = {"gemv": 3, "gemm": 17, "dequantize": 5}[route]
+    weight, dense = weight_of(k, n, group_size, device, zeros=route != "gemm", bits=bits)
     assert grouping(weight.group_size, k, weight.slice_rows, 16, weight.slots) == expected
     x = torch.randn(m, k).to(dtype).to(device)
     with poisoned_empty():
