@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from qengine.core.kv_map import KVMap
 from qengine.errors import ConfigError
 from qengine.plugin import AttentionSpec, KVDtype
 from qengine.plugin.discovery import load_plugin
@@ -52,19 +52,25 @@ class KVOptions:
                     need=" | ".join(plugin.scale_granularity),
                 )
 
+    def check_layers(self, windowed: Iterable[bool]) -> None:
+        """Raises ConfigError where a layer is named that the model, whose layers have a window or not, has not."""
+        asked_kv_dtypes(self.kv_dtype).check(windowed)
+
     @property
-    def map(self) -> KVMap:
-        return asked_kv_dtypes(self.kv_dtype)
+    def plugins(self) -> list[type[KVDtype]]:
+        """Every dtype that some side of a layer may get."""
+        return [_kv_plugin(name) for name in asked_kv_dtypes(self.kv_dtype).dtypes]
 
     def scaled(self, side: str) -> set[type[KVDtype]]:
         """Dtypes with scales that this side of any layer may get."""
-        asked = self.map
+        asked = asked_kv_dtypes(self.kv_dtype)
         names = {e.dtype for e in asked.entries if e.dtype in asked.dtypes and e.side in (None, side)}
         return {plugin for plugin in map(_kv_plugin, names) if plugin.max_value is not None}
 
     def pair(self, index: int, spec: AttentionSpec) -> Pair:
         """The dtypes of layer `index`."""
-        k, v = (self.map.find(index, spec.sliding_window is not None, side).dtype for side in ("k", "v"))
+        asked = asked_kv_dtypes(self.kv_dtype)
+        k, v = (asked.find(index, spec.sliding_window is not None, side).dtype for side in ("k", "v"))
         return _kv_plugin(k), _kv_plugin(v)
 
 

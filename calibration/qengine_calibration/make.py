@@ -122,8 +122,7 @@ def make_kv_scales(
 
 def _check_embeddable(kv: KVOptions) -> None:
     """All layers alike: an engine that reads k_scale and v_scale knows of one dtype."""
-    plugins = [load_plugin("kv", name) for name in kv.map.dtypes]
-    if odd := [p.name for p in plugins if p.max_value != EMBEDDED_LARGEST]:
+    if odd := [p.name for p in kv.plugins if p.max_value != EMBEDDED_LARGEST]:
         raise ConfigError(
             f"--embed: k_scale and v_scale in a checkpoint are for an e4m3 cache, not {' and '.join(odd)}",
             need="--kv-dtype fp8, or KV scales beside the model",

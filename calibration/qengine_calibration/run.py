@@ -66,7 +66,7 @@ class RunOptions:
 
     def key(self, checkpoint_mark: str, texts: Texts) -> str:
         made = None if self.weights is None else [self.weights.plugin.name, self.weights.options]
-        kv = None if self.kv is None else [self.kv.map.text, self.kv.granularity, self.kv.method]
+        kv = None if self.kv is None else [self.kv.kv_dtype, self.kv.granularity, self.kv.method]
         text = json.dumps([VERSION, checkpoint_mark, texts.digest, made, kv, self.feed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -89,7 +89,7 @@ class CalibrationRun:
         dtype = torch.float32 if device.type == "cpu" else devices.choose_dtype("auto", checkpoint.dtype, info)[0]
         self.stream = LayerStream(checkpoint, texts.sequences, device, info, dtype, options.tokens_at_once)
         if options.kv is not None:
-            options.kv.map.check([layer.spec.sliding_window is not None for layer in self.stream.model.attention])
+            options.kv.check_layers(layer.spec.sliding_window is not None for layer in self.stream.model.attention)
         self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
         w = options.weights
         self.quantizer = None if w is None else LayerQuantizer(w.quantizer, w.plugin)

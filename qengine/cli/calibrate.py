@@ -129,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
     if config.quant is not None:
         find_plugin("weight", config.quant)
     if config.kv_dtype is not None:
-        for name in read_kv_map(config.kv_dtype, EngineConfig.kv_cache_dtype).dtypes:
-            find_plugin("kv", name)
+        for dtype in read_kv_map(config.kv_dtype, EngineConfig.kv_cache_dtype).dtypes:
+            find_plugin("kv", dtype)
 
     from qengine.text.tokenizer import Tokenizer
     from qengine_calibration import damage_report
