@@ -162,8 +162,8 @@ class Fp8Scheme(LinearScheme):
         """Checked parts of one module; consumes its tensors but for the bias."""
         name, tensors = shard.spec.name, shard.tensors
         weight, scale = tensors.pop("weight"), tensors.pop("weight_scale").to(torch.float32)
-        if bad := int((~torch.isfinite(scale)).sum()):
-            raise ValueError(f"{name}.weight_scale holds {bad} values that are not finite")
+        if bad := int((~(torch.isfinite(scale) & (scale > 0))).sum()):
+            raise ValueError(f"{name}.weight_scale holds {bad} values that are not finite and positive")
         if holds_nan(weight):
             raise ValueError(f"{name}.weight holds NaN")
         for leaf in ZERO_POINTS:

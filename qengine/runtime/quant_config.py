@@ -10,8 +10,9 @@ from typing import Any
 from qengine.errors import CheckpointError
 from qengine.runtime.weight_files import read_json
 
-KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json; compression_config was llm-compressor's first one."""
+KEYS: tuple[tuple[str, str | None], ...] = (("quantization_config", None), ("compression_config", "compressed-tensors"))
+"""Keys of config.json, and the method that a value means when it names none; llm-compressor's first key was
+compression_config."""
 
 LEGACY_FILES: tuple[tuple[str, str | None], ...] = (
     ("hf_quant_config.json", "modelopt"),
@@ -48,10 +49,10 @@ def find_quant_config(folder: Path, raw_config: Mapping[str, Any]) -> tuple[Quan
     """
     homes: list[tuple[str, Any, str | None]] = []
     text = raw_config.get("text_config")
-    for key in KEYS:
-        homes.append((f"config.json {key}", raw_config.get(key), None))
+    for key, method in KEYS:
+        homes.append((f"config.json {key}", raw_config.get(key), method))
         if isinstance(text, Mapping):
-            homes.append((f"config.json text_config.{key}", text.get(key), None))
+            homes.append((f"config.json text_config.{key}", text.get(key), method))
     for name, method in LEGACY_FILES:
         if (folder / name).is_file():
             homes.append((name, read_json(folder / name), method))

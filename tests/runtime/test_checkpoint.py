@@ -308,3 +308,8 @@ def test_a_config_without_a_method_is_refused(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, tokenizer=False, quantization_config={"bits": 4})
     with pytest.raises(CheckpointError, match="names no quant_method"):
         Checkpoint.open(folder)
+    # llm-compressor's first key says which method it is, and held the config one level down.
+    config = llama_config(compression_config={"quantization_config": {"format": "dense"}, "sparsity_config": {}})
+    write_json(folder / "config.json", config)
+    found = Checkpoint.open(folder).quant
+    assert found is not None and found.method == "compressed-tensors"

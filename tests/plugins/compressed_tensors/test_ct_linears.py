@@ -196,7 +196,8 @@ def test_fp8_static_scales_are_checked_and_not_used_on_a_cpu() -> None:
     c = case(config, [(tensors, meaning)])
     check(c, torch.float32)
     assert "static" in c[0].format
-    for leaf, bad in (("input_scale", 0.0), ("input_scale", float("nan")), ("weight_zero_point", 1.0)):
+    scales = (("weight_scale", 0.0), ("weight_scale", -1.0), ("input_scale", 0.0), ("input_scale", float("nan")))
+    for leaf, bad in (*scales, ("weight_zero_point", 1.0)):
         spoiled = dict(c[1][0].tensors) | {leaf: torch.tensor([bad])}
         with pytest.raises(ValueError, match=leaf):
             c[0].bind([LinearShard(c[1][0].spec, spoiled)], CPU, INFO, torch.float32)
