@@ -63,10 +63,10 @@ def store(subject: KVSubject) -> None:
             got = [cache.meaning(side).flatten(0, 1)[slots.cpu()[kept]] for cache in caches]
             need(torch.equal(got[0], got[1]), f"{name}: stored {side} depends on what lay there before: bytes of a row "
                  "stay unwritten")  # fmt: skip
-            _as_good(f"{name}: stored {side}", got[0], want, x[kept])
+            as_good(f"{name}: stored {side}", got[0], want, x[kept])
 
 
-def _as_good(name: str, got: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> None:
+def as_good(name: str, got: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> None:
     """`got` rounds x as `want` does. Where the two differ, x lay between two codes and both are as near to it; a kernel
     that divides a last bit apart takes the other one."""
     farther = ((got - x).abs() - (want - x).abs()).clamp_min(0)

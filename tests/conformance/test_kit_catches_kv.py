@@ -10,6 +10,7 @@ import torch
 
 import broken_kv as broken
 from qengine.conformance.kit import CheckFailed
+from qengine.conformance.kv_steps import as_good
 from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
 from qengine.conformance.places import places
 
@@ -69,3 +70,23 @@ def test_the_right_device_functions_pass() -> None:
 def test_a_claim_that_the_compiler_denies_is_caught() -> None:
     with pytest.raises(CheckFailed, match=r"sm_75 is claimed, but .* does not compile for it"):
         BY_NAME["targets"].run(KVSubject(broken.ClaimsWhatDoesNotCompile, ON_CPU, targets=(75,)))
+
+
+def test_a_tie_may_go_either_way_and_nothing_else() -> None:
+    """One step is a third of a usual value here, as in 4 bits: a single tie would show in the norm of the error."""
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 3
+    x[:4] = torch.tensor([0.5, 1.5, -2.5, 4.5])
+    want = x.round()
+    other = want.clone()
+    other[:4] = torch.tensor([1.0, 1.0, -3.0, 5.0])
+    as_good("stored k", other, want, x)
+    with pytest.raises(CheckFailed, match="stored k: off by"):
+        as_good("stored k", x.floor(), want, x)
+    one_wrong = want.clone()
+    one_wrong[7] += 1
+    with pytest.raises(CheckFailed, match="stored k: off by"):
+        as_good("stored k", one_wrong, want, x)
+    with pytest.raises(CheckFailed, match="of the values are not what encode makes"):
+        as_good("stored k", x, want, x)
+    with pytest.raises(CheckFailed, match="stored k: off by"):
+        as_good("stored k", torch.where(want == want[9], torch.nan, want), want, x)

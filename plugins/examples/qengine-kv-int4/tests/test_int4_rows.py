@@ -1,14 +1,14 @@
-"""Rows of the int4 KV dtype: what they mean, how far they round, and Triton beside torch. Runs without a GPU."""
+"""Rows of the int4 KV dtype: what they mean, how far they round, and Triton beside torch: in its interpreter, or with
+`pytest --gpu` on a GPU."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from types import SimpleNamespace
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+import triton
 from qengine_kv_int4 import KEY_GROUP, Int4KV
 
 from qengine.plugin import AttentionSpec, DeviceInfo, KVLayout
@@ -17,6 +17,14 @@ from qengine_kernels.kv_write import write_kv
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
 
 SIZES = [16, 64, 66, 80, 128]
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Where tensors are made."""
+    with torch.device(DEVICE):
+        yield
 
 
 def spec(head_dim: int) -> AttentionSpec:

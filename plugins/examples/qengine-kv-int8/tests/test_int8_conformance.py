@@ -1,4 +1,4 @@
-"""What qengine asks of every KV dtype. `pytest -p qengine.plugin.conformance [--gpu]` with this file."""
+"""What qengine asks of every KV dtype."""
 
 from qengine_kv_int8 import Int8KV
 
