@@ -14,6 +14,9 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    import quick_interpreter  # behind the variable, which Triton reads when it is imported
+
+    quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

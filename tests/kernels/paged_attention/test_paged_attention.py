@@ -9,6 +9,7 @@ from paged_cases import PagedCase, empty_storage, paged_case
 from qengine.plugin import AttentionSpec, KVFunctions, KVLayout, SideLayout
 from qengine_dense.kernels import identity_decode, identity_encode
 from qengine_kernels.fp8.device import e4m3_decode, e4m3_encode, e4m3_pairs, e5m2_decode, e5m2_encode, e5m2_pairs
+from qengine_kernels.kv_write.reference import write_kv_reference
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention import TritonPagedKV, paged_attention_reference
 from qengine_kernels.testing import KernelMismatch, assert_close, poisoned_empty, readable_id
@@ -17,6 +18,7 @@ DENSE = KVFunctions(identity_encode, identity_decode)
 E4M3 = KVFunctions(e4m3_encode, e4m3_decode, e4m3_pairs)
 E5M2 = KVFunctions(e5m2_encode, e5m2_decode, e5m2_pairs)
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 # heads, KV heads, head_dim; the last has more heads for one KV head than a tile has rows
@@ -49,7 +51,8 @@ def filled(
     native: bool = False,
     **options: object,
 ) -> TritonPagedKV:
-    """A cache that holds the case's K and V, written by the cache's own kernel."""
+    """A cache that holds the case's K and V, written in plain torch: the kernel that writes has tests of its own, and
+    would take most of the interpreter's time."""
     dtype, device = case.q.dtype, case.q.device
     side = SideLayout.dense(spec, case.batch.block_size, stored or dtype)
     layout = KVLayout.of(case.batch.block_size, side, side)
@@ -59,11 +62,19 @@ def filled(
     cache = TritonPagedKV(
         storage, layout, spec, k_scale, v_scale, functions, functions, native, dtype, **options  # type: ignore[arg-type]
     )
-    step = case.batch.groups[0].slot_mapping
-    case.batch.groups[0].slot_mapping = case.slots
-    cache.write(case.cached(case.keys).to(dtype), case.cached(case.values).to(dtype), case.batch, 0)
-    case.batch.groups[0].slot_mapping = step
+    keys, values = case.cached(case.keys), case.cached(case.values)
+    write_kv_reference(
+        keys, values, storage, layout, case.slots, k_scale, v_scale, *[lambda x: encoded(x, functions, dtype)] * 2
+    )
     return cache
+
+
+def encoded(x: torch.Tensor, functions: KVFunctions, dtype: torch.dtype) -> torch.Tensor:
+    """Codes of a format, saturated; float8 as bytes."""
+    if functions is DENSE:
+        return x.to(dtype)
+    largest = torch.finfo(FLOAT8[functions]).max
+    return x.clamp(-largest, largest).to(FLOAT8[functions]).view(torch.uint8)
 
 
 def attend(cache: TritonPagedKV, case: PagedCase) -> torch.Tensor:
@@ -125,7 +136,6 @@ def test_any_number_of_splits(splits: int, window: int | None, device: torch.dev
 @pytest.mark.parametrize("functions", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_fp8_with_head_scales(functions: KVFunctions, route: str, native: bool, device: torch.device) -> None:
     """Scales differ by head and between K and V; what the cache means is the rounded value times the scale."""
-    float8 = torch.float8_e4m3fn if functions is E4M3 else torch.float8_e5m2
     spec = spec_of((4, 2, 80))
     case = paged_case(spec, *STEPS["mixed"], torch.float16, device)
     scales = torch.tensor([0.02, 0.5], device=device), torch.tensor([0.25, 0.01], device=device)
@@ -133,7 +143,7 @@ def test_fp8_with_head_scales(functions: KVFunctions, route: str, native: bool, 
     got = attend(cache, case)
     plain = case.keys, case.values
     for name, pool, scale in (("keys", plain[0], scales[0]), ("values", plain[1], scales[1])):
-        rounded = (pool * scale.reciprocal()[:, None]).to(float8).float() * scale[:, None]
+        rounded = (pool / scale[:, None]).to(FLOAT8[functions]).float() * scale[:, None]
         setattr(case, name, rounded)
     assert_close("fp8", got, reference(case, spec), 2e-3)
     case.keys, case.values = case.keys * 2.0, case.values
@@ -162,6 +172,22 @@ def test_strided_q_and_large_logits(route: str, device: torch.device) -> None:
     got = attend(filled(case, spec, prefill=route), case)
     assert torch.isfinite(got).all()
     assert_close("large", got, reference(case, spec), 4e-3)
+
+
+def test_what_the_caches_own_kernel_wrote_is_read(device: torch.device) -> None:
+    spec = spec_of((4, 2, 64))
+    case = paged_case(spec, *STEPS["mixed"], torch.float16, device)
+    cache, other = filled(case, spec), paged_case(spec, *STEPS["mixed"], torch.float16, device)
+    step, case.batch.groups[0].slot_mapping = case.batch.groups[0].slot_mapping, case.slots
+    keys, values = (case.cached(t).flip(1) for t in (other.keys.nan_to_num(1.0), other.values.nan_to_num(1.0)))
+    cache.write(keys.half(), values.half(), case.batch, 0)
+    case.batch.groups[0].slot_mapping = step
+    before = reference(case, spec)
+    case.keys.flatten(0, 1)[case.slots], case.values.flatten(0, 1)[case.slots] = keys, values
+    got = attend(cache, case)
+    assert_close("written over", got, reference(case, spec), 2e-3)
+    with pytest.raises(KernelMismatch):
+        assert_close("what was there", got, before, 0.1)
 
 
 def test_nan_stays_in_its_sequence(device: torch.device) -> None:
