@@ -139,10 +139,15 @@ def _offload(i: PlanInput) -> Iterator[Change]:
             if attempt(moved) is not None:
                 yield Change({**start.fields, "cpu_offload_gb": gib_for(i.units, choice)}, moved)
                 break
+    for start in (Change({}, i), Change(small, tight)):
+        for change in _less_offload(start.inputs):
+            yield Change({**start.fields, **change.fields}, change.inputs)
 
 
 def _less_offload(i: PlanInput) -> Iterator[Change]:
     """As much offload as host memory holds, alone or with other changes."""
+    if not i.units:
+        return
     less = replace(i, offload=most_offload(i))
     fields = {"cpu_offload_gb": gib_for(i.units, less.offloaded) if less.offload else 0}
     yield Change(fields, less)
