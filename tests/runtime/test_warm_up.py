@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qengine.runtime.warmup import step_sizes
+from qengine_kernels import cpu_fused
 from toy_engine import request, run, toy_engine
 from toy_models import make_tiny
 
@@ -39,6 +40,8 @@ def test_the_null_block_stays_zero_and_nothing_is_kept(tmp_path: Path) -> None:
     engine = toy_engine(make_tiny(tmp_path), max_num_seqs=2)
     assert all(not t[0].any() for t in engine.runner.cache.storage)
     assert engine.runner.inputs.rows == {} and engine.runner.prompt_logprobs == {}
+    (line,) = [line for line in engine.facts.report if line.startswith("Fused CPU kernels")]
+    assert "ready in" in line and cpu_fused.loaded() is not None
     out = run(engine, [request("r", [1, 2, 3], max_tokens=4)])
     assert len(out.ids["r"]) == 4
 

@@ -9,6 +9,6 @@ missing. Nothing is compiled or imported until `prepare` is called.
 
 from qengine_kernels.cpu_fused.decode import FusedDecode
 from qengine_kernels.cpu_fused.rows import KINDS, gated_activation, rms_norm, takes
-from qengine_kernels.cpu_fused.state import FEW_ROWS, loaded, prepare
+from qengine_kernels.cpu_fused.state import loaded, most_rows, prepare
 
-__all__ = ["FEW_ROWS", "KINDS", "FusedDecode", "gated_activation", "loaded", "prepare", "rms_norm", "takes"]
+__all__ = ["KINDS", "FusedDecode", "gated_activation", "loaded", "most_rows", "prepare", "rms_norm", "takes"]

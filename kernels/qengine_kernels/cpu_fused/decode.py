@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qengine_kernels.cpu_fused.state import FEW_ROWS, FLOATS, loaded
+from qengine_kernels.cpu_fused.state import FLOATS, loaded, most_rows
 from qengine_kernels.cpu_fused.tables import code_table, look_up, value_table
 
 
@@ -48,7 +48,7 @@ class FusedDecode:
 
     def takes(self, batch: Any, qk: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether the step is few decodes and nothing else, and the kernel is there and knows all dtypes."""
-        decodes = batch.num_decodes == batch.num_tokens <= FEW_ROWS
+        decodes = batch.num_decodes == batch.num_tokens <= most_rows()
         return decodes and loaded() is not None and qk.dtype in FLOATS and v.dtype in FLOATS and dtype in FLOATS
 
     def __call__(

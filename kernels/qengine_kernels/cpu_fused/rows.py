@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qengine_kernels.cpu_fused.state import FEW_ROWS, FLOATS, loaded
+from qengine_kernels.cpu_fused.state import FLOATS, loaded, most_rows
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -16,7 +16,7 @@ def takes(x: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
     shape = x.shape
     dense = x.stride(-1) == 1 and (len(shape) == 2 or x.stride(1) == shape[2])
-    return shape[0] <= FEW_ROWS and dense and x.dtype in FLOATS and dtype in FLOATS
+    return shape[0] <= most_rows() and dense and x.dtype in FLOATS and dtype in FLOATS
 
 
 def rms_norm(

@@ -241,9 +241,11 @@ def test_steps_that_are_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, half = torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 1, dtype=torch.float16)
     few = paged_case(spec, [1, 1], [4, 5], torch.bfloat16, torch.device("cpu")).batch
     mixed = paged_case(spec, [1, 3], [4, 5], torch.bfloat16, torch.device("cpu")).batch
-    many = dataclasses.replace(few, num_tokens=cpu_fused.FEW_ROWS + 1, num_decodes=cpu_fused.FEW_ROWS + 1)
+    many = dataclasses.replace(few, num_tokens=100, num_decodes=100)
     assert own.takes(few, x, x, torch.bfloat16)
-    assert not own.takes(mixed, x, x, torch.bfloat16) and not own.takes(many, x, x, torch.bfloat16)
+    assert own.takes(many, x, x, torch.bfloat16) and not own.takes(mixed, x, x, torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert own.takes(few, x, x, torch.bfloat16) and not own.takes(many, x, x, torch.bfloat16)
     assert not own.takes(few, half, half, torch.float16)
     for other, dtype in ((AutoKV, torch.float16), (Longer, torch.float32), (Distinct, torch.float32)):
         side, layout = other(spec, "k", dtype), both(other, spec, dtype)
