@@ -9,6 +9,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from qengine.errors import ConfigError
+from qengine.plugin.discovery import list_plugins
 from qengine.plugin.version import CONTRACT_VERSION
 
 HELP = "Write a new plugin package, complete and tested"
@@ -25,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the folder and what to do next."""
     if not NAME.fullmatch(args.name):
         raise ConfigError(f"NAME {args.name!r}", need="lower-case words of letters and digits, joined by - or _")
+    for taken in list_plugins(args.kind):
+        if taken.name == args.name:
+            raise ConfigError(f"NAME {args.name!r} is taken by {taken.origin}", hint="another name: two would clash")
     words = re.split("[-_]", args.name)
     values = {
         "NAME": args.name,

@@ -54,6 +54,7 @@ def test_they_are_listed_and_checked_by_name(written: Path) -> None:
         (["check", "awq", "--only", "nope"], "--only: no check named 'nope' for a weight plugin; need: contract |"),
         (["check", "awq", "--targets", "70"], "--targets '70'; need: some of 75,80"),
         (["new", "My Format", "--kind", "kv"], "NAME 'My Format'; need: lower-case words"),
+        (["new", "awq", "--kind", "weight"], "NAME 'awq' is taken by qengine-llm"),
         (["new", "x", "--kind", "other"], "--kind: invalid choice: 'other'"),
         (["new", "x", "--kind", "kv", "--out", "."], "is there already"),
         (["check"], "the following arguments are required: NAME"),
