@@ -13,6 +13,7 @@ from qengine.core.memory import format_bytes
 from qengine.core.pages import KVCacheManager
 from qengine.core.swap_policy import SwapCosts, SwapMode, SwapPolicy
 from qengine.errors import CapacityError
+from qengine.runtime import device as devices
 from qengine.runtime.kv_host import HostBlocks
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
@@ -24,24 +25,30 @@ REPEATS = 3
 
 
 def take_host_memory(runner: Runner, num_blocks: int) -> HostBlocks | None:
-    """Pin memory for `num_blocks` blocks, if any, and give it to the runner. Raises CapacityError when the system
-    refuses."""
+    """Pin memory for `num_blocks` blocks, if any, and give it to the runner. Raises CapacityError when it isn't there
+    any more, or the system refuses."""
     if not num_blocks:
         return None
+    nbytes = num_blocks * sum(t.shape[1] for t in runner.cache.storage)
+    free = devices.memory(torch.device("cpu")).free
+    if nbytes > free:  # pinning would end in the system killing somebody
+        raise _refused(nbytes, f"{format_bytes(free)} free now that the weights are loaded")
     try:
-        host = HostBlocks(runner.cache.storage, num_blocks)
+        runner.host = HostBlocks(runner.cache.storage, num_blocks)
     except (CapacityError, MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
             raise
-        need = format_bytes(num_blocks * runner.cache.nbytes // len(runner.cache.storage[0]))
-        raise CapacityError(
-            "host memory for --swap-space could not be pinned",
-            have=" ".join(str(e).split()),
-            need=f"{need}, page-locked",
-            hint="a smaller --swap-space",
-        ) from e
-    runner.host = host
-    return host
+        raise _refused(nbytes, " ".join(str(e).split())) from e
+    return runner.host
+
+
+def _refused(nbytes: int, have: str) -> CapacityError:
+    return CapacityError(
+        "host memory for --swap-space could not be pinned",
+        have=have,
+        need=f"{format_bytes(nbytes)}, page-locked",
+        hint="a smaller --swap-space",
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ import torch
 
 from greedy_compare import first_clear_difference, greedy
 from qengine.core.swap_policy import SwapCosts
+from qengine.errors import CapacityError
+from qengine.runtime import kv_swap
+from qengine.runtime.device import DeviceMemory
 from qengine.runtime.engine import Engine
 from qengine.runtime.kv_host import HostBlocks, Pairs
 from qengine.runtime.kv_swap import Measured, measure, start_swapping, take_host_memory
@@ -152,6 +155,23 @@ def test_costs_are_measured_and_said(folders: dict[str, Path], large: Engine) ->
     stats = engine.stats()
     assert stats.num_preemptions > stats.preemptions_swapped == 0 == stats.swapped_out_bytes
     assert not any(bool(t[0].any()) for t in engine.runner.cache.storage), "the null block is clean again"
+
+
+def test_memory_that_is_gone_or_refused_is_said(large: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    per_block = large.runner.cache.nbytes // large.pages.pool.num_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_swap.devices, "memory", lambda device: DeviceMemory(per_block * 9, per_block * 9))
+        assert take_host_memory(large.runner, 9) is not None
+        with pytest.raises(CapacityError, match=r"--swap-space could not be pinned; have: .* free now.*need: .*locked"):
+            take_host_memory(large.runner, 10)
+        patch.setattr(kv_swap, "HostBlocks", refuse)
+        with pytest.raises(CapacityError, match="--swap-space could not be pinned; have: CUDA says no"):
+            take_host_memory(large.runner, 9)
+    large.runner.host = None
+
+
+def refuse(*_: object) -> HostBlocks:
+    raise CapacityError("CUDA says no")
 
 
 @pytest.mark.gpu
