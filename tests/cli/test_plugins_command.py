@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from plugin_site import pip_install, qengine, write_project
+from qengine.cli.main import main
+from qengine.errors import PluginError
+from qengine.plugin.discovery import load_plugin
 
 GOOD = """
 from qengine.plugin import WeightQuant
@@ -41,7 +44,6 @@ SOURCES = {
     "odd": ("odd = odd_plugin:Odd", "class Odd:\n    contract = 1\n"),
 }
 OWNERS = {"good": "qengine-good", "clash": "qengine-clash"}
-ASKED = ["broken", "good", "nope", "old", "awq", "dense"]
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +59,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.fixture(scope="module")
-def loaded(site: Path) -> dict[str, str]:
-    """What load_plugin says for each name, in one process: a class name, or the error."""
-    code = (
-        "import json\nfrom qengine.errors import PluginError\nfrom qengine.plugin.discovery import load_plugin\n"
-        "def load(name):\n"
-        "    try: return 'class ' + load_plugin('weight', name).__name__\n"
-        "    except PluginError as e: return f'error {e}'\n"
-        f"print(json.dumps({{n: load(n) for n in {ASKED}}}))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process sees them too; what it has imported of them is forgotten."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(site)
+    yield
+    for name in set(sys.modules) - before:
+        if name.endswith("_plugin"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def records(site: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """What the command says in a process of its own."""
     done = qengine(site, "plugins", "--json")
     assert done.returncode == 0, done.stderr
     return {(r["name"], r["distribution"]): r for r in json.loads(done.stdout)}
@@ -109,14 +107,15 @@ def test_list_shows_a_clash_on_both_sides(records: dict[tuple[str, str], dict[st
         assert "qengine-clash 2.5" in record["error"] and "qengine-llm" in record["error"]
 
 
-def test_table_and_traceback(site: Path) -> None:
-    done = qengine(site, "plugins", "--verbose")
-    assert done.returncode == 0
-    header, *rows = done.stdout.splitlines()
+@pytest.mark.usefixtures("installed")
+def test_table_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    header, *rows = text.splitlines()
     assert header.split() == ["kind", "name", "state", "contract", "distribution", "version", "class"]
     broken = ["weight", "broken", "broken", "-", "qengine-wrong", "2.5", "broken_plugin:Broken"]
     assert broken in [row.split() for row in rows]
-    assert "Traceback" in done.stdout
+    assert "Traceback" in text
 
 
 def test_listing_without_loading_runs_no_plugin(site: Path) -> None:
@@ -136,12 +135,22 @@ def test_listing_without_loading_runs_no_plugin(site: Path) -> None:
         ("dense", ["class DenseQuant"]),
     ],
 )
-def test_a_plugin_matters_only_to_who_asks(loaded: dict[str, str], name: str, parts: list[str]) -> None:
-    assert [p for p in parts if p not in loaded[name]] == []
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_matters_only_to_who_asks(name: str, parts: list[str]) -> None:
+    assert [p for p in parts if p not in loaded("weight", name)] == []
 
 
-@pytest.mark.parametrize("name", ["broken", "nope", "awq", "old"])
-def test_serve_refuses_before_anything_is_fetched(site: Path, name: str) -> None:
-    done = qengine(site, "serve", "--quant", name)
-    assert done.returncode == 2
-    assert done.stderr.startswith("qengine: error: ") and done.stderr.count("\n") == 1
+def loaded(kind: Literal["weight"], name: str) -> str:
+    """What load_plugin gives: a class name, or the error."""
+    try:
+        return f"class {load_plugin(kind, name).__name__}"
+    except PluginError as e:
+        return f"error {e}"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["broken", "nope", "awq"])
+def test_serve_refuses_before_anything_is_fetched(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--quant", name]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("qengine: error: ") and err.count("\n") == 1

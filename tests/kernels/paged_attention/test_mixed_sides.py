@@ -86,7 +86,12 @@ def test_every_pair_on_every_path(
         cache = TritonPagedKV(
             storage, layout, spec, own.k, own.v, *functions, False, dtype, prefill=place  # type: ignore[arg-type]
         )
-    write(cache, case)
+    if place == "cpu":
+        write(cache, case)
+    else:  # the kernel that writes is held to this below, and would take most of the interpreter's time
+        keys = case.cached(case.keys) * (1.0 / own.k)[:, None]
+        values, one = case.cached(case.values) * (1.0 / own.v)[:, None], torch.ones_like(own.k)
+        write_kv_reference(keys, values, storage, layout, case.slots, one, one, k.encode, v.encode)
     with poisoned_empty():
         got = cache.attend(case.q, case.batch, 0).float()
     limit = 1e-4 if place == "cpu" else 2e-3
