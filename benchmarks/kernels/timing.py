@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from qengine_kernels.timing import conditions
+
 
 def arguments(doc: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc)
@@ -20,9 +22,8 @@ def arguments(doc: str | None) -> argparse.Namespace:
 
 
 def header() -> str:
-    import triton
-
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    device, torch_version, triton_version = conditions().values()
+    return f"{device}, torch {torch_version}, triton {triton_version}"
 
 
 def write(path: Path | None, rows: list[dict[str, Any]]) -> None:

@@ -33,6 +33,13 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
     return statistics.median(times)
 
 
+def conditions() -> dict[str, str]:
+    """What belongs to every figure: the GPU's name and the versions of torch and triton."""
+    import triton
+
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
 def copies(nbytes: int, least: int = 2) -> int:
     """How many sets of data of `nbytes` each are cold."""
     return max(least, -(-COLD_BYTES // nbytes))

@@ -124,3 +124,71 @@ class ServeOptions:
             raise ConfigError(
                 "--percentile-metrics: unknown value", have=", ".join(sorted(unknown)), need="ttft, tpot, itl, e2el"
             )
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """`qengine tune`: tiles of 4-bit linears."""
+
+    shapes: str | None = option(
+        None, "Outputs x inputs of linears, such as 6144x4096,4096x14336; default: those of MODEL", group=WORK
+    )
+    group_size: int = option(128, "Inputs that share a scale", group=WORK)
+    rows: str = option("8,16,32,64,128,256,512", "Up to how many rows each entry serves", group=WORK)
+    processes: int | None = option(None, "Processes that compile; default: one for each core, at most 16", group=RUN)
+    output: str | None = option(
+        None, "Write the table there instead of where starts look for it", group=OUTPUT, metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, 16, "group_size")
+        at_least(self, 1, "processes")
+        pairs_of(self.shapes)
+        numbers_of("--rows", self.rows)
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """`qengine bench kernels`: microseconds of linears and of attention."""
+
+    shapes: str | None = option(
+        "6144x4096,4096x4096,28672x4096,4096x14336",
+        "Outputs x inputs of linears (4-bit and FP8 beside 16-bit); none: no linears",
+        group=WORK,
+    )
+    rows: str = option("1,16,64,256,2048", "Rows of x for each", group=WORK)
+    group_size: int = option(128, "Inputs that share a scale of a 4-bit linear", group=WORK)
+    decodes: str | None = option(
+        "1x8192,16x8192,64x1024,64x8192,256x640",
+        "Sequences x cached tokens of decode attention; none: no attention",
+        group=WORK,
+    )
+    heads: str = option("32x8x128", "Query heads x KV heads x head_dim", group=WORK)
+    kv_dtypes: str = option("auto,fp8", "KV dtypes of attention", group=WORK)
+    output_json: str | None = option(None, "Write the figures to this file", group=OUTPUT, metavar="FILE")
+
+    def __post_init__(self) -> None:
+        at_least(self, 16, "group_size")
+        pairs_of(self.shapes)
+        pairs_of(self.decodes, "--decodes")
+        numbers_of("--rows", self.rows)
+        if len(numbers_of("--heads", self.heads, "x")) != 3:
+            raise ConfigError("--heads is three numbers", have=self.heads, need="such as 32x8x128")
+
+
+def numbers_of(flag: str, text: str, between: str = ",") -> list[int]:
+    """Positive whole numbers. Raises ConfigError."""
+    parts = text.split(between)
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} is a list of positive numbers", have=text, need=f"such as {between.join('1248')}")
+    return [int(part) for part in parts]
+
+
+def pairs_of(text: str | None, flag: str = "--shapes") -> list[tuple[int, int]]:
+    """Pairs such as 6144x4096, with commas between; none for None and "none". Raises ConfigError."""
+    if text is None or text == "none":
+        return []
+    found = [numbers_of(flag, part, "x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in found):
+        raise ConfigError(f"{flag} is a list of pairs", have=text, need="such as 6144x4096,4096x14336")
+    return [(a, b) for a, b in found]

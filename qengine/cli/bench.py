@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qengine.bench.options import LatencyOptions, ServeOptions, ThroughputOptions
+from qengine.bench.options import KernelOptions, LatencyOptions, ServeOptions, ThroughputOptions
 from qengine.cli.options import UNITS_NOTE, add_options, config_from, say, take_model
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError
@@ -16,7 +16,10 @@ ACTIONS = {
     "latency": "One batch of random prompts, again and again",
     "throughput": "Many prompts at once, as fast as it goes",
     "serve": "Streamed requests to a server that runs already, at a rate",
+    "kernels": "Linears and attention of given shapes on this GPU, each kernel alone",
 }
+ALONE = {"serve": ServeOptions, "kernels": KernelOptions}
+"""Actions that build no engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in ACTIONS.items():
         sub = actions.add_parser(name, help=text, description=text + ".", epilog=UNITS_NOTE)
         sub.set_defaults(action_parser=sub)
-        if name == "serve":
-            add_options(sub, ServeOptions)
+        if name in ALONE:
+            add_options(sub, ALONE[name])
             continue
         sub.usage = f"qengine bench {name} [MODEL] [flags]"
         sub.add_argument(
@@ -39,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to measure", need=" | ".join(ACTIONS))
     if args.action == "serve":
         return _serve(config_from(ServeOptions, args))
+    if args.action == "kernels":
+        return _kernels(config_from(KernelOptions, args))
     take_model(args)
     config = config_from(EngineConfig, args)
     if args.action == "latency":
@@ -77,6 +82,17 @@ def _serve(options: ServeOptions) -> int:
     print("\n".join(serve.lines(found, options)))
     if options.save_result:
         say(f"Written to {serve.save(found, options)}")
+    return 0
+
+
+def _kernels(options: KernelOptions) -> int:
+    path = writable(options.output_json)
+    from qengine.bench import figures, kernels
+
+    found = kernels.measure(options, say)
+    print("\n".join(kernels.lines(found)))
+    if path is not None:
+        figures.write_json(path, found)
     return 0
 
 

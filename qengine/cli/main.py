@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Sequence
 
 from qengine import __version__
-from qengine.cli import bench, calibrate, doctor, inspect, plan, plugins, pull, serve
+from qengine.cli import bench, calibrate, doctor, inspect, plan, plugins, pull, serve, tune
 from qengine.cli import eval as eval_command
 from qengine.cli.options import Parser, dashed, refuse_switch_value, refuse_unknown
 from qengine.errors import UserError
 from qengine.plugin.faults import plugin_fault
 
-COMMANDS = (serve, plan, pull, plugins, inspect, doctor, calibrate, eval_command, bench)
+COMMANDS = (serve, plan, pull, plugins, inspect, doctor, calibrate, eval_command, bench, tune)
 DEBUG_ENV = "QENGINE_DEBUG"
 USER_ERROR = 2
 INTERRUPTED = 130

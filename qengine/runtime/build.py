@@ -29,6 +29,7 @@ from qengine.runtime.plan_input import CPU_RESERVE, GPU_RESERVE
 from qengine.runtime.prompt_graphs import capture_prompts
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import Sampler
+from qengine.runtime.tile_tables import take_table
 from qengine.runtime.warmup import warm_up
 
 
@@ -54,7 +55,8 @@ def build_engine(config: EngineConfig) -> Engine:
     asynchronous = config.async_scheduling
     if asynchronous is None:
         asynchronous = b.device.type == "cuda"
-    warm = [f"Asynchronous scheduling: {'on' if asynchronous else 'off'}"]
+    tiles = [take_table(b.device, b.info.name)] if b.device.type == "cuda" else []
+    warm = [*tiles, f"Asynchronous scheduling: {'on' if asynchronous else 'off'}"]
     warm += warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     if b.device.type == "cuda":
         warm += _capture(b, runner)

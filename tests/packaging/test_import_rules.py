@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "qengine.beam_search": FRONT,
     "qengine.llm": {"qengine.prepare", "qengine.beam_search"} | FRONT,
     "qengine.server": {"qengine.prepare"} | FRONT,
-    "qengine.bench": {"qengine.prepare"} | FRONT,
+    "qengine.bench": {"qengine.prepare", "qengine_kernels"} | FRONT,
     "qengine.doctor": {"qengine.conformance", "qengine.layers", "qengine_kernels"} | FRONT,
     "qengine.cli": {
         "qengine.prepare", "qengine.server", "qengine.llm", "qengine_calibration", "qengine.conformance",
