@@ -101,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused: dict[str, str] = {}
     for folder in sorted(p for p in args.folder.iterdir() if (p / "config.json").is_file()):
         config = EngineConfig(
-            model=str(folder), device=device.type, dtype=args.dtype, kv_cache_memory_bytes=KV_BYTES, max_model_len=256
-        )
+            model=str(folder), device=device.type, dtype=args.dtype, kv_cache_memory_bytes=KV_BYTES, max_model_len=256,
+            lm_head_int8=False,  # a copy beside the weights is no part of the scheme
+        )  # fmt: skip
         if reason := add_checkpoint(rows, config):
             refused[folder.name] = reason
     print(f"{info.name or device.type}, torch {torch.__version__}, {datetime.date.today()}\n")
