@@ -94,7 +94,7 @@ def bytes_of(gib: float) -> int:
 def gib_for(units: Sequence[OffloadUnit], offload: Offload) -> float:
     """A short number for --cpu-offload-gb that gives this choice."""
     for digits in range(2, 10):
-        scale = 10**digits
+        scale: int = 10**digits
         gib = offload.nbytes * scale // GIB / scale
         if bytes_of(gib) > 0 and offload_bytes(units, bytes_of(gib)) == offload:
             return gib
