@@ -35,7 +35,7 @@ def take_host_memory(runner: Runner, num_blocks: int) -> HostBlocks | None:
         raise _refused(nbytes, f"{format_bytes(free)} free now that the weights are loaded")
     try:
         runner.host = HostBlocks(runner.cache.storage, num_blocks)
-    except (CapacityError, MemoryError, RuntimeError) as e:
+    except (MemoryError, RuntimeError) as e:  # torch raises either
         if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
             raise
         raise _refused(nbytes, " ".join(str(e).split())) from e
