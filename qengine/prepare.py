@@ -23,7 +23,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     loads stays as it is. Such a copy, and the demo model, also get KV scales there when the KV dtype takes some.
     """
     from qengine.plugin.discovery import load_plugin
-    from qengine.runtime.demo import demo_folder
+    from qengine.runtime.demo import demo_folder, is_demo
     from qengine.runtime.hub import resolve_folder
     from qengine.runtime.kv_dtypes import asked_kv_dtypes
     from qengine.runtime.pickled import with_safetensors
@@ -41,7 +41,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     if config.load_format != "dummy":
         folder = with_safetensors(folder, config.load_format, say)
         stored, folder = folder, _quantised_copy(folder, config, say)
-        if config.model is None and folder == stored and config.kv_scales is None:
+        if is_demo(folder) and folder == stored and config.kv_scales is None:
             from qengine_calibration.prepared import prepared_kv_scales
 
             prepared_kv_scales(folder, config.kv_cache_dtype, say)

@@ -176,10 +176,6 @@ def _sides(config: CalibrateConfig, folder: Path, target: Path) -> tuple[EngineC
 
 
 def _model(name: str, config: CalibrateConfig) -> Path:
-    if name == "demo":
-        from qengine.runtime.demo import demo_folder
-
-        return demo_folder(say)
     from qengine.runtime.hub import resolve_folder
 
     return resolve_folder(name, revision=config.revision, say=say)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 
 from qengine.cli.options import say
-from qengine.errors import ConfigError
 
 NAME = "pull"
 HELP = "Fetch the demo model or a hub model into the cache; convert pickled weights"
@@ -24,13 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the folder that holds the model."""
-    if args.model == "demo":
-        if args.revision is not None:
-            raise ConfigError("--revision is for hub models", have="the demo model", hint="leave --revision out")
-        from qengine.runtime.demo import demo_folder
-
-        print(demo_folder(say))
-        return 0
     from qengine.runtime.hub import resolve_folder
     from qengine.runtime.pickled import with_safetensors
 

@@ -70,6 +70,11 @@ def demo_folder(say: Say = lambda line: None, *, fetch: Fetch | None = None, sha
     return target
 
 
+def is_demo(folder: Path) -> bool:
+    """Whether this is `demo_folder`'s."""
+    return folder == cache_root() / "models" / FOLDER
+
+
 @contextmanager
 def _bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

@@ -11,6 +11,8 @@ from qengine.runtime.weight_files import PICKLED
 
 Say = Callable[[str], None]
 
+DEMO = "demo"
+"""Names the demo model wherever a model is named."""
 REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "NOTICE*")
 UNWANTED = ("consolidated*.safetensors", "original/*", "onnx/*", "*/*")
@@ -25,7 +27,8 @@ def resolve_folder(
     config_only: bool = False,
     say: Say = lambda line: None,
 ) -> Path:
-    """`name` as a local folder, else downloaded (or found in the hub's cache) as a hub name.
+    """`name` as a local folder, else the demo model where it is "demo", else downloaded (or found in the hub's cache)
+    as a hub name.
 
     Only safetensors, JSON, tokenizer and template files are fetched; pickled weights where there are no others, or when
     `pickled` asks for them (nothing is unpickled here); with `config_only` nothing but JSON. Raises CheckpointError
@@ -40,6 +43,12 @@ def resolve_folder(
         return local.resolve()
     if local.exists():
         raise CheckpointError(f"{name} is a file", need="a model folder", hint="the folder that it lies in")
+    if name == DEMO:
+        from qengine.runtime.demo import demo_folder
+
+        if revision is not None:
+            raise ConfigError("--revision is for hub models", have="the demo model", hint="leave --revision out")
+        return demo_folder(say)
     if not REPO.fullmatch(name) or name.startswith((".", "-")):
         raise CheckpointError(f"no such folder: {name}", hint="a local model folder, or a hub name such as owner/name")
     say(f"{name} is no local folder: asking the Hugging Face hub")

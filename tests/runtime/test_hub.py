@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, ConfigError
+from qengine.runtime import demo
 from qengine.runtime.hub import UNWANTED, WANTED, resolve_folder
 
 
@@ -34,6 +35,18 @@ def test_what_can_be_no_hub_name_is_a_missing_folder(name: str, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *a, **o: pytest.fail("the hub was asked"))
     with pytest.raises(CheckpointError, match="no such folder"):
         resolve_folder(name)
+
+
+def test_demo_is_the_demo_model_unless_a_folder_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "demo_folder", lambda say: tmp_path / "cached")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_folder("demo") == tmp_path / "cached"
+    with pytest.raises(ConfigError, match="--revision is for hub models; have: the demo model"):
+        resolve_folder("demo", revision="main")
+    (tmp_path / "demo").mkdir()
+    assert resolve_folder("demo") == tmp_path / "demo"
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
