@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from qengine.core.memory import format_bytes
 from qengine.core.offload import choices, gib_for
-from qengine.core.plan import LEAST_LEN, MemoryPlan, PlanInput, attempt, largest, most_offload
+from qengine.core.plan import LEAST_LEN, OFFLOAD_LEN, MemoryPlan, PlanInput, attempt, largest, most_offload
 from qengine.errors import CapacityError
 
 LEAST_CHUNK = 16
@@ -130,15 +130,18 @@ def _length(i: PlanInput) -> Iterator[Change]:
 
 
 def _offload(i: PlanInput) -> Iterator[Change]:
-    """Weights in host memory: as few layers as it takes, alone or with other changes."""
+    """Weights in host memory: as few layers as it takes, alone or with other changes. Where no length is asked for, it
+    takes room for a useful one, if that can be."""
     tight = replace(i, max_chunk=min(i.max_chunk, LEAST_CHUNK), logit_rows=min(i.logit_rows, LEAST_SEQUENCES))
     small = {"max_num_batched_tokens": tight.max_chunk, "max_num_seqs": tight.logit_rows}
-    for start in (Change({}, i), *_dtypes(i), Change(small, tight)):
-        for choice in choices(i.units):
-            moved = replace(start.inputs, offload=choice.nbytes)
-            if attempt(moved) is not None:
-                yield Change({**start.fields, "cpu_offload_gb": gib_for(i.units, choice)}, moved)
-                break
+    useful = min(i.model_max_len, OFFLOAD_LEN)
+    for length in (i.max_model_len,) if i.max_model_len else (useful, None):
+        for start in (Change({}, i), *_dtypes(i), Change(small, tight)):
+            for choice in choices(i.units):
+                moved = replace(start.inputs, offload=choice.nbytes)
+                if attempt(replace(moved, max_model_len=length)) is not None:
+                    yield Change({**start.fields, "cpu_offload_gb": gib_for(i.units, choice)}, moved)
+                    break
     for start in (Change({}, i), Change(small, tight)):
         for change in _less_offload(start.inputs):
             yield Change({**start.fields, **change.fields}, change.inputs)

@@ -126,6 +126,11 @@ def test_offload_is_advised_where_nothing_else_helps(folders: Path) -> None:
     less = (moved.nbytes - found.inputs.units[0].nbytes - MIB) / GIB
     with pytest.raises(CapacityError):
         plan(s.inputs(dataclasses.replace(config, cpu_offload_gb=less)))
+    # Where no length is asked for, a useful one is made room for.
+    with pytest.raises(CapacityError) as caught:
+        plan(s.inputs(dataclasses.replace(config, max_model_len=None)))
+    asked = float(str((caught.value.changes or {})["cpu_offload_gb"]))
+    assert plan(s.inputs(dataclasses.replace(config, max_model_len=None, cpu_offload_gb=asked))).max_model_len >= 4096
     # Host memory is checked too: with less of it than that, there is no such advice, and asking is refused by name.
     short = dataclasses.replace(s, machine=dataclasses.replace(s.machine, host_free=2 * GIB))
     with pytest.raises(CapacityError, match="a device with") as caught:
