@@ -42,7 +42,8 @@ VALID: dict[str, dict[str, Any]] = {
              "pack_dtype": "int32", "static_groups": False},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
             "ignored_layers": ["lm_head"], "modules_to_not_convert": None, "kv_cache_scheme": "static",
-            "scale_fmt": None},
+            "scale_fmt": None, "weight_scale_semantics": "inverse", "weight_scale_method": "block",
+            "dynamic": {"-:.*o_proj": {}, "+:.*up_proj": {"weight_scale_method": "row", "weight_block_size": None}}},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "config_groups": {},
                  "kv_cache_scheme": {"num_bits": 8}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["x*"]}},
     "compressed-tensors": {
