@@ -113,20 +113,25 @@ class Bench:
         return target
 
     def beside(self, others: Mapping[str, EngineConfig]) -> dict[str, Tally]:
-        """Figures of several engines beside the 16-bit model, whose logits are computed once."""
-        plans = planned([self.base, *others.values()], WINDOW)
-        windows = pack(TextSource.open(None), [Tokenizer.load(self.model)], WINDOW, self.tokens)
-        engines = [Engine.from_config(plan.config) for plan in plans]
-        tallies = {name: Tally() for name in others}
-        for i, ids in enumerate(windows.ids, 1):
-            at = 1
-            for first, *rest in zip(*(score(engine, ids, ROWS) for engine in engines), strict=True):
-                targets = torch.tensor(ids[at : at + len(first)])
-                at += len(first)
-                for tally, logits in zip(tallies.values(), rest, strict=True):
-                    tally.add(compare(first[: len(targets)], logits[: len(targets)], targets))
-            print(f"{i} of {len(windows.ids)} windows", file=sys.stderr, flush=True)
-        return tallies
+        """Figures of several engines beside the 16-bit model."""
+        return beside(self.base, others, self.tokens)
+
+
+def beside(base: EngineConfig, others: Mapping[str, EngineConfig], tokens: int) -> dict[str, Tally]:
+    """Figures of several engines beside one, whose logits are computed once, on the built-in held-out text."""
+    plans = planned([base, *others.values()], WINDOW)
+    windows = pack(TextSource.open(None), [Tokenizer.load(base.model or "")], WINDOW, tokens)
+    engines = [Engine.from_config(plan.config) for plan in plans]
+    tallies = {name: Tally() for name in others}
+    for i, ids in enumerate(windows.ids, 1):
+        at = 1
+        for first, *rest in zip(*(score(engine, ids, ROWS) for engine in engines), strict=True):
+            targets = torch.tensor(ids[at : at + len(first)])
+            at += len(first)
+            for tally, logits in zip(tallies.values(), rest, strict=True):
+                tally.add(compare(first[: len(targets)], logits[: len(targets)], targets))
+        print(f"{i} of {len(windows.ids)} windows", file=sys.stderr, flush=True)
+    return tallies
 
 
 def bare(model: Path, work: Path) -> Path:

@@ -154,16 +154,6 @@ def run(python: str, package: str, method: str, source: Path, ids: Path, out: Pa
     return figures
 
 
-def perplexity(model: Path, reference: Path, tokens: int) -> dict[str, Any]:
-    from qengine.config import EngineConfig
-    from qengine_calibration.eval_text import TextSource
-    from qengine_calibration.evaluate import evaluate
-
-    pair = [EngineConfig(model=str(folder), device="cpu") for folder in (reference, model)]
-    summary = evaluate(pair, TextSource.open(None), max_tokens=tokens, window=1024).summary()
-    return {"perplexity": summary["b"]["perplexity"], **summary["comparison"]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llmcompressor", metavar="PYTHON")
@@ -184,27 +174,32 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         ids = work / "ids.json"
         ids.write_text(json.dumps(load_texts(None, Tokenizer.load(source), length=LENGTH).sequences))
-        headers = "seconds | CPU seconds | peak RSS, MiB | perplexity | change of mean -log p | mean KL | top-1"
-        print(f"| method | package | {headers} |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        took = {}
         for method, package in RUNS:
             if pythons[package] is not None:
                 out = work / f"{package}-{method}"
-                row(method, package, run(pythons[package], package, method, source, ids, out), out, source, args.tokens)
+                print(f"{method} by {package}", file=sys.stderr, flush=True)
+                took[method, package] = run(pythons[package], package, method, source, ids, out), out
+        report(took, source, args.tokens)
 
 
-def row(method: str, package: str, took: dict[str, Any], out: Path, source: Path, tokens: int) -> None:
-    if "error" in took:
-        print(f"| {method} | {package} | failed: {took['error']} |", flush=True)
-        return
-    c = perplexity(out, source, tokens)
-    cells = [
-        method, package, f"{took['seconds']:.0f}", f"{took['cpu']:.0f}", f"{took['peak'] / 2**20:.0f}",
-        f"{c['perplexity']:.4f}",
-        f"{c['nll_change']:+.4f} +- {c['nll_change_standard_error']:.4f}", f"{c['kl_mean']:.4f}",
-        f"{100 * c['top1_agreement']:.2f} %",
-    ]  # fmt: skip
-    print(f"| {' | '.join(cells)} |", flush=True)
+def report(took: dict[tuple[str, str], tuple[dict[str, Any], Path]], source: Path, tokens: int) -> None:
+    from calibration_quality import FIGURES, beside, cells, reference, table
+
+    from qengine.config import EngineConfig
+
+    made = {key: out for key, (figures, out) in took.items() if "error" not in figures}
+    configs = {" ".join(key): EngineConfig(model=str(out), device="cpu") for key, out in made.items()}
+    found = beside(EngineConfig(model=str(source), device="cpu"), configs, tokens)
+    rows = []
+    for key, (figures, _) in took.items():
+        if "error" in figures:
+            rows.append([*key, f"failed: {figures['error']}", *[""] * (2 + len(FIGURES))])
+            continue
+        spent = [f"{figures['seconds']:.0f}", f"{figures['cpu']:.0f}", f"{figures['peak'] / 2**20:.0f}"]
+        rows.append([*key, *spent, *cells(found[" ".join(key)])])
+    table("Quantizers", ["method", "package", "seconds", "CPU seconds", "peak RSS, MiB", *FIGURES], rows)
+    print(reference(next(iter(found.values()))))
 
 
 if __name__ == "__main__":
