@@ -85,6 +85,11 @@ def read_config(config: Mapping[str, Any] | None) -> GptqConfig:
         raise ValueError(f"{key} {method!r} is not gptq: these weights are in another format")
     if config.get("is_marlin_format"):
         raise ValueError(f"is_marlin_format is true: weights repacked for Marlin are not read; {WORKS}")
+    if config.get("rotation"):
+        raise ValueError(
+            f"rotation {config['rotation']!r} is not supported by gptq: what enters down_proj would have to be rotated "
+            "for each token; need: null; the model quantised again without it would work"
+        )
     meta = config.get("meta")
     meta = meta if isinstance(meta, Mapping) else {}
     base = ModuleConfig(**read_settings(config, ""))
@@ -138,10 +143,13 @@ def read_format(config: Mapping[str, Any], prefix: str) -> Stored | None:
 
 
 def format_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = []
     one, other = config.get("checkpoint_format"), config.get("format")
-    if one is None or other is None or str(one).lower() == str(other).lower():
-        return ()
-    return (f"checkpoint_format is {one} and format is {other} in one config: the former counts",)
+    if one is not None and other is not None and str(one).lower() != str(other).lower():
+        notes.append(f"checkpoint_format is {one} and format is {other} in one config: the former counts")
+    if config.get("activation"):
+        notes.append("activations are kept in 16 bits or more, where the config's activation asks for fewer")
+    return tuple(notes)
 
 
 def read_in_block(value: Any) -> tuple[str, ...] | None:

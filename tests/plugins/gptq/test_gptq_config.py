@@ -49,6 +49,8 @@ def test_spellings() -> None:
     assert not scheme(BASE | {"meta": {"quantizer": ["autogptq:0.7"]}}).zeros.by_word
     both = scheme(BASE | {"checkpoint_format": "gptq", "format": "gptq_v2"})
     assert both.zeros.stored == "gptq" and "in one config" in both.notes[0]
+    assert "activations are kept" in scheme(BASE | {"activation": {"mlp": {"format": "fp8"}}}).notes[0]
+    assert scheme(BASE | {"rotation": None, "activation": None}).notes == ()
 
 
 def test_act_order_is_expected_unless_groups_are_static() -> None:
@@ -71,7 +73,7 @@ def test_act_order_is_expected_unless_groups_are_static() -> None:
         {"method": "qqq"}, {"quant_method": "awq"}, {"is_marlin_format": True}, {"dynamic": ["a"]},
         {"dynamic": {"(": {}}}, {"dynamic": {"a": False}}, {"dynamic": {"a": {"bits": 7}}},
         {"dynamic": {"a": {"checkpoint_format": "marlin"}}}, {"modules_in_block_to_quantize": "q_proj"},
-        {"modules_in_block_to_quantize": [[1]]},
+        {"modules_in_block_to_quantize": [[1]]}, {"rotation": "hadamard"}, {"rotation": "random"},
     ],
     ids=str,
 )  # fmt: skip
