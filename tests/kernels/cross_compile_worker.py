@@ -115,7 +115,7 @@ def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: to
         constants = {"COLUMNS": plan.columns, "GROUP": group, "SCALE": SCALES[scales], "ROWS": 1, "ASM": True}
         yield Variant(f"tiled_dequantize k{k} g{group} {dtype}", tiled_dequantize_kernel, types, constants)
         return
-    constants, options = split_options(tile_constants(plan, group, scales))
+    constants, options = split_options(tile_constants(plan, group, scales, chip.sm))
     constants |= {"HAS_BIAS": True, "ASM": True}
     name = f"tiled_{plan.kind} m{m} n{n} k{k} g{group} {dtype}"
     yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))

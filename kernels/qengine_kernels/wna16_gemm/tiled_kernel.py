@@ -187,9 +187,9 @@ def _finished(b_acc):
 def _many(
     p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, ASM: tl.constexpr, FINISH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One product a step, of which nothing is left to be done when the next codes are decoded."""
+    """One product a step; with FINISH nothing of it is left to be done when the next codes are decoded."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     STEP: tl.constexpr = 4 * COLUMNS * PARTS
     o_n = i_n * (64 * ROWS) + tl.arange(0, 64 * ROWS)
@@ -208,7 +208,7 @@ def _many(
             b_w = _in_turns(b_w, b_2, 4 * COLUMNS)
         b_x = tl.load(p_step + i * STEP, mask=x_mask, other=0.0)
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
-        if ASM:
+        if FINISH:
             b_acc = _finished(b_acc)
     return b_acc
 
@@ -241,7 +241,7 @@ def tiled_kernel(
     p_x, p_words, p_meta, p_bias, p_out, p_parts, p_tickets, m, n, k, x_stride, share,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, SWATH: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, FINISH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output tiles, splits of K). A step along K takes PARTS times COLUMNS columns of words, 4 inputs each; a
     split takes `share` steps. p_parts and p_tickets are those of `split_k.join_parts`."""
@@ -262,7 +262,7 @@ def tiled_kernel(
     else:
         b_acc = _many(
             p_x, p_words, p_meta, i_n, i_m, begin, end, m, n, k, x_stride,
-            PARTS, COLUMNS, GROUP, SCALE, ROWS, BLOCK_M, ASM, STAGES,
+            PARTS, COLUMNS, GROUP, SCALE, ROWS, BLOCK_M, ASM, FINISH, STAGES,
         )  # fmt: skip
     if SPLIT:
         UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else 1

@@ -52,15 +52,17 @@ def run_plan(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, pl
         plan.share,
         HAS_BIAS=bias is not None,
         ASM=x.is_cuda,
-        **tile_constants(plan, weight.group, weight.scale_dtype),
+        **tile_constants(plan, weight.group, weight.scale_dtype, Chip.of(x.device).sm),
         **overlap(x.device),
     )
     return out
 
 
-def tile_constants(plan: TilePlan, group: int, scale_dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments of `tiled_kernel` that follow from a plan and a weight's layout."""
+def tile_constants(plan: TilePlan, group: int, scale_dtype: torch.dtype, sm: int) -> dict[str, Any]:
+    """The compile-time arguments of `tiled_kernel` that follow from a plan, a weight's layout and the chip that runs
+    it: only sm_90's matrix units work on behind the program's back with operands in registers."""
     return {
+        "FINISH": sm == 90,
         "PARTS": plan.parts,
         "COLUMNS": plan.columns,
         "GROUP": group,

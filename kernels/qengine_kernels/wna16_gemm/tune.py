@@ -91,7 +91,8 @@ def variant(plan: TilePlan) -> TilePlan:
 def compile_variant(job: tuple[TilePlan, int]) -> None:
     """One of `variant` and a group, into Triton's cache."""
     plan, group = job
-    constants = tile_constants(plan, group, torch.float16) | overlap(torch.device("cuda"))
+    device = torch.device("cuda")
+    constants = tile_constants(plan, group, torch.float16, Chip.of(device).sm) | overlap(device)
     bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
     tiled_kernel.warmup(
         bf16, torch.int16, torch.int32, bf16, bf16, parts, torch.int32, 16, 4096, 4096, 4096, 1,
