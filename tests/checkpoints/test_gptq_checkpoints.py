@@ -56,10 +56,11 @@ def test_meets_reference(name: str, checkpoints: Path) -> None:
         assert report.warnings == []
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in FOLDERS])
-def test_other_layouts_are_refused_by_name(name: str, checkpoints: Path) -> None:
-    with pytest.raises(CheckpointError, match=refused_field(name)):
-        load_logits(checkpoints / name)
+def test_other_layouts_are_refused_by_name(checkpoints: Path) -> None:
+    for name in ALL:
+        if field := refused_field(name):
+            with pytest.raises(CheckpointError, match=field):
+                load_logits(checkpoints / name)
 
 
 def shifted_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
