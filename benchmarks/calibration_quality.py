@@ -198,7 +198,8 @@ def kv(bench: Bench) -> None:
         rows = []
         for how, tally in found.items():
             unscaled = found.get(f"{how.partition(',')[0]}, scale 1.0")
-            rows.append([name, how, *cells(tally), "" if unscaled in (None, tally) else against(tally, unscaled)])
+            change = "" if unscaled is None or unscaled is tally else against(tally, unscaled)
+            rows.append([name, how, *cells(tally), change])
         table(f"KV cache, {name} weights", ["weights", "KV cache", *FIGURES, "beside scale 1.0"], rows)
         print(reference(tally))
 
