@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,8 +281,11 @@ def variants(chip: Chip) -> Iterator[Variant]:
 
 
 def control() -> list[tuple[Variant, Chip]]:
-    """Variants that must not compile: hardware casts on chips that have none."""
-    return [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
+    """Variants that must fail: hardware casts on chips that have none, and products that are not waited for."""
+    casts = [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
+    hopper = Chip.known(90)
+    product = next(tiles(hopper, "bf16", 60, 28672, 4096, 128, torch.float16))
+    return [*casts, (replace(product, constants=product.constants | {"FINISH": False}), hopper)]
 
 
 def report(variant: Variant, chip: Chip) -> None:
