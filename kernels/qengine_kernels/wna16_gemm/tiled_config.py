@@ -1,8 +1,9 @@
 """Which kernel runs a linear over tiled codes at M rows, and how: pure functions of shapes and chip.
 
 Up to 64 rows the tables are measurements: NVIDIA H200, triton 3.6, K 4096 and 14336, N 4096 to 28672
-(`benchmarks/kernels/linear.py`). Above, tiles are chosen so that at least two programs share a multiprocessor, one decoding
-while another one multiplies; `qengine tune` measures. Other chips take the same entries as far as their shared memory goes.
+(`benchmarks/kernels/linear.py`). Above, tiles are chosen so that at least two programs share a multiprocessor, one
+decoding while another one multiplies; `qengine tune` measures. Other chips take the same entries as far as their shared
+memory goes.
 """
 
 from __future__ import annotations
