@@ -81,7 +81,8 @@ class IntFormat:
             words = words_of(k, self.bits, self.packing)
             needs = [TensorNeed("weight_packed", (n, words), ("I32",), output_dim=0, input_dim=1)]
             needs.append(TensorNeed("weight_shape", (2,), ("I64", "I32"), required=False))
-        needs.append(self._grouped("weight_scale", n, groups, (self.scale_dtype,)))
+        floats = tuple(sorted(FLOATS, key=lambda code: code != self.scale_dtype))
+        needs.append(self._grouped("weight_scale", n, groups, floats))
         if self.zeros == "plain":
             needs.append(self._grouped("weight_zero_point", n, groups, tuple(SIGNED)))
         elif self.zeros is not None:

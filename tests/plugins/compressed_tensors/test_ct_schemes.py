@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,6 +263,18 @@ def test_values_that_the_width_does_not_hold() -> None:
         spoiled[leaf][0, 0] = 4
         with pytest.raises(ValueError, match=rf"{leaf} holds values from -[0-4] to 4, which 3 bits do not hold"):
             s.dequantize(LinearSpec(Q, K, N), spoiled)
+
+
+@pytest.mark.parametrize("code, right", [("BF16", True), ("F32", True), ("I32", False), ("F8_E4M3", False)])
+def test_scales_are_floats(code: str, right: bool) -> None:
+    """Whatever the file holds as scales, they have to be numbers that scale; the accounting names them otherwise."""
+    infos = headers(Q, packed())
+    infos["weight_scale"] = replace(infos["weight_scale"], dtype=code)
+    found = CompressedTensorsQuant.parse(quant_config(w4())).scheme_for(LinearSpec(Q, K, N), infos)
+    assert found is not None
+    (need,) = [need for need in found.tensors(LinearSpec(Q, K, N)) if need.leaf == "weight_scale"]
+    assert (code in need.dtypes) == right and (need.dtypes[0] == code) == right
+    assert set(need.dtypes) == {"F16", "BF16", "F32"}
 
 
 def test_empty_scales_are_a_wrong_shape() -> None:
