@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit code 1: `qengine serve` with these flags would refuse the checkpoint or this machine. " + UNITS_NOTE
     )
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Local folder or hub name")
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Local folder, hub name or demo")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text")
     add_options(parser, EngineConfig)
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit code 1: `qengine serve` with these flags would refuse. Flags of the HTTP server change nothing here. "
         + UNITS_NOTE
     )
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Local folder or hub name")
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Local folder, hub name or demo")
     gpus = "t4, a10, 3090, 4090, l4, a100-40, h100, ... (default: auto, this machine)"
     parser.add_argument("--gpu", metavar="NAME", help=gpus)
     parser.add_argument(
