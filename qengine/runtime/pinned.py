@@ -17,8 +17,8 @@ class PinnedMemory:
     """`nbytes` bytes of host memory, uint8 [nbytes] in `bytes`, pinned for a CUDA device; plain memory for a CPU.
 
     Pages are registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two. They are
-    mapped for this alone, because torch takes a tensor for pinned by where its storage begins. Unpinned with this object,
-    which must outlive every copy. Raises CapacityError when the system refuses.
+    mapped for this alone, because torch takes a tensor for pinned by where its storage begins. They are unpinned with
+    this object, which must outlive every copy. Raises CapacityError when the system refuses.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
