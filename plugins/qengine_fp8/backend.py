@@ -78,7 +78,8 @@ class Fp8Scheme(LinearScheme):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("fp8", self.stored.block, self.stored.input_leaf is not None, self.weight_only)
+        stored = self.stored
+        return ("fp8", stored.block, stored.input_leaf is not None, stored.divides, self.weight_only)
 
     def tensors(self, spec: LinearSpec) -> Sequence[TensorNeed]:
         shape, blocked = self.stored.scale_shape(spec), self.stored.block is not None

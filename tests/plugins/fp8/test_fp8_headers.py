@@ -140,7 +140,8 @@ def test_what_runs_fused() -> None:
     static = scheme_of(STATIC, headers(weight_scale=(), input_scale=()))
     online = scheme_of(None, headers("F16"))
     assert tensor.key == channel.key
-    assert len({s.key for s in (tensor, block, static, online)}) == 4
+    inverse = scheme_of(PLAIN | {"weight_scale_semantics": "inverse"}, headers(weight_scale_inv=()))
+    assert len({s.key for s in (tensor, block, static, online, inverse)}) == 5
 
 
 def test_capability() -> None:
