@@ -79,7 +79,7 @@ def make_copy(
     if embed and options.kv is not None:
         _check_embeddable(options.kv)
     checkpoint = Checkpoint.open(source)
-    with building(target) as partial:
+    with building(target, say) as partial:
         if partial is None:
             raise ConfigError(f"{target} was made by another process meanwhile")
         run = CalibrationRun(checkpoint, texts, options, work_folder(target), model_fingerprint(checkpoint))

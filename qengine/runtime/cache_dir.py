@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,17 +32,24 @@ def short_name(folder: Path) -> str:
 
 
 @contextmanager
-def building(target: Path, *, wait: float = 1800.0) -> Iterator[Path | None]:
+def building(
+    target: Path, say: Callable[[str], None] = lambda line: None, *, wait: float = 1800.0
+) -> Iterator[Path | None]:
     """Hold the lock on `target` and yield an empty folder beside it that becomes `target` when the block ends well.
 
-    Yields None when another process finished `target` meanwhile. When the block raises (Ctrl-C included) the folder
-    is removed and nothing is left. Folders that a killed process left behind are removed by the next one. Raises
-    UserError when the lock is not free within `wait` seconds or the cache cannot be written.
+    Yields None when another process finished `target` meanwhile; that it is waited for is said first. When the block
+    raises (Ctrl-C included) the folder is removed and nothing is left. Folders that a killed process left behind are
+    removed by the next one. Raises UserError when the lock is not free within `wait` seconds or the cache cannot be
+    written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.with_name(target.name + ".lock"))
-        lock.acquire(timeout=wait)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"another process is making {target}: waiting for it")
+            lock.acquire(timeout=wait)
     except Timeout as e:
         raise UserError(f"another process has been making {target.name} for {wait:.0f} s", hint="wait for it") from e
     except OSError as e:

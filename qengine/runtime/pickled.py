@@ -82,7 +82,7 @@ def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
         say(f"using the safetensors copy made before: {target}")
         return target
     say(f"{folder} holds pickled weights: making a safetensors copy (once): {target}")
-    with building(target) as partial:
+    with building(target, say) as partial:
         if partial is not None:
             convert(found, partial, say)
             for path in companions(folder):

@@ -131,10 +131,10 @@ def test_a_killed_builder(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def test_two_at_once_build_once(tmp_path: Path) -> None:
-    target, built = tmp_path / "x", []
+    target, built, said = tmp_path / "x", [], []
 
     def build() -> None:
-        with building(target) as partial:
+        with building(target, said.append) as partial:
             if partial is not None:
                 built.append(partial)
                 time.sleep(0.2)
@@ -146,6 +146,7 @@ def test_two_at_once_build_once(tmp_path: Path) -> None:
     for t in threads:
         t.join()
     assert len(built) == 1 and (target / "f").is_file()
+    assert said == [f"another process is making {target}: waiting for it"] * 2
 
 
 def test_the_cache_is_where_the_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
