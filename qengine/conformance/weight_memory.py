@@ -14,8 +14,8 @@ from qengine.layers.linear import whole
 from qengine.plugin import LinearOp, LinearSpec
 
 MEMORY = Registry()
-SINGLE_NUMBERS = 16
-"""Bytes that need not be planned: a static activation scale for each of a few fused shards, say."""
+SINGLE_NUMBER = 4
+"""Bytes for each shard that need not be planned: a static activation scale, say, which shards may share or not."""
 DEEPEST = 6
 """Levels of attributes and containers that are searched for tensors."""
 
@@ -24,13 +24,14 @@ DEEPEST = 6
 def resident_bytes(subject: WeightSubject) -> None:
     """`resident_bytes` is what `bind` keeps, also of fused shards, and `compact` keeps no more.
 
-    An index of the inputs may be planned for and turn out not to be needed; single numbers need not be planned.
+    An index of the inputs may be planned for and turn out not to be needed; a single number for each shard need not be
+    planned.
     """
     for own, place, dtype, _ in subject.runs():
         scheme = own.scheme
         planned, kept = scheme.resident_bytes(own.spec, place.info, dtype), own.bind(place, dtype).nbytes
         where = f"{own} on {place} in {str(dtype).removeprefix('torch.')}"
-        _agree(where, planned, kept, own.spec)
+        _agree(where, planned, kept, own.spec, shards=1)
         smaller = scheme.compact()
         if smaller is not None:
             least = smaller.resident_bytes(own.spec, place.info, dtype)
@@ -40,12 +41,12 @@ def resident_bytes(subject: WeightSubject) -> None:
         for _, place, dtype, _ in subject.runs([] if pair is None else [own]):
             spec = whole([part.spec for part in pair or ()])
             planned, kept = own.scheme.resident_bytes(spec, place.info, dtype), bind(pair or (), place, dtype).nbytes
-            _agree(f"two fused shards of {own} on {place}", planned, kept, spec)
+            _agree(f"two fused shards of {own} on {place}", planned, kept, spec, shards=2)
 
 
-def _agree(where: str, planned: int, kept: int, spec: LinearSpec) -> None:
+def _agree(where: str, planned: int, kept: int, spec: LinearSpec, shards: int) -> None:
     index = 4 * spec.in_features
-    agreed = planned == kept + index or planned <= kept <= planned + SINGLE_NUMBERS
+    agreed = planned == kept + index or kept - planned in range(0, SINGLE_NUMBER * shards + 1, SINGLE_NUMBER)
     need(agreed, f"{where}: resident_bytes says {planned}, the op's buffers hold {kept}")
 
 
