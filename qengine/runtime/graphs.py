@@ -20,7 +20,7 @@ from qengine.runtime.staging import offsets, view_of
 from qengine.runtime.weight_stream import WeightStream
 
 LARGEST = 256
-GRAPH_BYTES = 2 << 20
+GRAPH_BYTES = 4 << 20
 """What the driver keeps for one captured forward pass of some hundred kernels, about."""
 
 
