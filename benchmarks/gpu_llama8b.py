@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from qengine.bench.rows import conditions, row_in_child
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -128,15 +129,6 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_child(argv: Sequence[str], row: str) -> dict[str, Any]:
-    """`measure` in a process of its own; an error is the row's result."""
-    command = [sys.executable, __file__, *argv, "--rows", row, "--child"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return {"row": row, "error": f"exit code {done.returncode}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
     """Each figure as ours (peer's; goal), with ! where ours is behind the peer's."""
     lines = [
@@ -164,13 +156,6 @@ def _cell(r: dict[str, Any], name: str) -> str:
     beside = "; ".join(text for text in (peer and show(peer), goal and f"goal {show(goal)}") if text)
     behind = peer is not None and (ours > peer if name in LOWER_IS_BETTER else ours < peer)
     return show(ours) + "!" * behind + (f" ({beside})" if beside else "")
-
-
-def conditions() -> dict[str, Any]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -201,7 +186,7 @@ def main(argv: Sequence[str]) -> None:
         return
     results: list[dict[str, Any]] = []
     for row in args.rows:
-        results.append(measure(args, row) if args.same_process else in_child(argv, row))
+        results.append(measure(args, row) if args.same_process else row_in_child(__file__, argv, row))
         print(table(results)[-1], file=sys.stderr, flush=True)
     about = conditions() | {"command": "python benchmarks/gpu_llama8b.py " + " ".join(argv)}
     print(", ".join(f"{v}" for v in about.values()) + "\n" + "\n".join(table(results)))

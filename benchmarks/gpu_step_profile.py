@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_llama8b import conditions, engine_options, write_config
+from gpu_llama8b import engine_options, write_config
 from gpu_llama8b import parse as parse_workload
 from torch.profiler import ProfilerActivity, profile
 
 import qengine_kernels.overlap as overlap
 from qengine.bench.offline import TimedEngine
 from qengine.bench.options import pairs_of
+from qengine.bench.rows import conditions
 from qengine.config import EngineConfig
 from qengine.runtime.graphs import DecodeGraphs
 

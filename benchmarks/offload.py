@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from qengine.bench.rows import conditions, row_in_child
 
 GIB = 1 << 30
 RESERVE = 256 << 20
@@ -157,15 +158,6 @@ def decode_rate(timings: Sequence[Any]) -> float:
     return sum(sum(moment > start for moment in t.times) for t in timings) / (end - start)
 
 
-def in_child(argv: Sequence[str], row: str) -> dict[str, Any]:
-    """`measure` in a process of its own; an error is the row's result."""
-    command = [sys.executable, __file__, *argv, "--rows", row, "--child"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return {"row": row, "error": f"exit code {done.returncode}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "| row | offloaded, GiB | first token, s | decode tok/s, 1 | 8 | pinned, GB/s | ceiling, steps/s | of it, 1 "
@@ -187,13 +179,6 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def conditions() -> dict[str, Any]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -221,7 +206,7 @@ def main(argv: Sequence[str]) -> None:
         return
     results = []
     for row in args.rows:
-        results.append(measure(args, row) if args.same_process else in_child(argv, row))
+        results.append(measure(args, row) if args.same_process else row_in_child(__file__, argv, row))
         if args.json is not None:
             args.json.write_text(json.dumps({**conditions(), "rows": results}, indent=1))
     print("\n".join(table(results)))
