@@ -1,12 +1,15 @@
 """Settings that every test shares: one torch thread, no network, GPU tests only where there is a GPU."""
 
 import os
+import random
+import zlib
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # numpy's matmuls (Triton's interpreter lives on small ones) are twice as slow with threads that wait for a busy core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +20,23 @@ if not torch.cuda.is_available():
     import quick_interpreter  # behind the variable, which Triton reads when it is imported
 
     quick_interpreter.install()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-seed", type=int, default=0, help="other random numbers for every test (default 0)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random seed: {config.getoption('random_seed')}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test draws the same numbers alone, in any order and on any worker; before its fixtures, which draw too."""
+    seed = zlib.crc32(item.nodeid.encode()) ^ (item.config.getoption("random_seed") & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
