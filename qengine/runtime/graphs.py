@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from qengine.layers.batch import Batch, GroupBatch
 from qengine.models.model import Model
+from qengine.runtime.capture import captured, reason
 from qengine.runtime.inputs import WIDTH_STEP, StepInputs, fixed_parts
 from qengine.runtime.staging import offsets, view_of
 from qengine.runtime.weight_stream import WeightStream
@@ -82,22 +84,16 @@ class DecodeGraphs:
     def capture(self) -> str:
         """Capture all sizes, the largest first so that the smaller ones reuse its memory. Returns a report line."""
         start = time.perf_counter()
-        free = torch.cuda.mem_get_info()[0]
         for size in reversed(self.sizes):
-            self._forward(size)  # compiles what is not compiled yet, makes workspaces
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._forward(size)
-            self._captured[size] = graph
+            self._captured[size] = captured(partial(self.forward, size), self.pool)
         torch.cuda.synchronize()
-        used = max(0, free - torch.cuda.mem_get_info()[0])
         return (
             f"CUDA graphs: decode steps of {self.sizes[0]} to {self.sizes[-1]} sequences, {len(self.sizes)} sizes, "
-            f"{time.perf_counter() - start:.1f} seconds, {used / 2**20:.0f} MiB"
+            f"{time.perf_counter() - start:.1f} seconds"
         )
 
-    def _forward(self, size: int) -> None:
+    def forward(self, size: int) -> None:
+        """The step that is captured, run now: from the buffers, into `hidden` and `logits`."""
         batch = Batch(
             num_tokens=size,
             num_seqs=size,
@@ -120,14 +116,24 @@ class DecodeGraphs:
         """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
         if inputs.fixed is None:
             return None
+        size, n = self.fill(inputs), inputs.batch.num_seqs
+        if size is None:
+            return None
+        self.replay(size)
+        return self.hidden[:n], self.logits[:n]
+
+    def fill(self, inputs: StepInputs) -> int | None:
+        """Put a step into the buffers; the size to run, None for a step that must run eagerly."""
         batch = inputs.batch
         n = batch.num_seqs
         self.fixed.copy_(inputs.fixed)
         for table, group in zip(self.tables, batch.groups, strict=True):
             width = min(table.shape[1], group.block_tables.shape[1])
             table[:n, :width].copy_(group.block_tables[:, :width])
-        self._captured[next(s for s in self.sizes if s >= n)].replay()
-        return self.hidden[:n], self.logits[:n]
+        return next(s for s in self.sizes if s >= n)
+
+    def replay(self, size: int) -> None:
+        self._captured[size].replay()
 
 
 def capture_decodes(
@@ -147,6 +153,5 @@ def capture_decodes(
             return graphs, graphs.capture()
         except RuntimeError as e:
             if weights is not None:
-                weights.forget()
-            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
-            return None, f"CUDA graphs: not used, the forward pass cannot be captured ({first})"
+                weights.restart()
+            return None, f"CUDA graphs: not used, the forward pass cannot be captured ({reason(e)})"

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from qengine.layers.attention import DeviceLengths
 from qengine.layers.batch import Batch, GroupBatch
 from qengine.models.model import Model
+from qengine.runtime.capture import captured, reason
 from qengine.runtime.graphs import GRAPH_BYTES, DecodeGraphs
 from qengine.runtime.inputs import StepInputs
 from qengine.runtime.weight_stream import WeightStream
@@ -62,19 +64,15 @@ class PromptGraphs:
         """Capture all sizes, the largest first. Returns a report line."""
         start = time.perf_counter()
         for size in reversed(self.sizes):
-            self._forward(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.decodes.pool):
-                self._forward(size)
-            self._captured[size] = graph
+            self._captured[size] = captured(partial(self.forward, size), self.decodes.pool)
         torch.cuda.synchronize()
         return (
             f"CUDA graphs: prompts of up to {self.sizes[-1]} tokens in up to {self.rows} sequences, "
             f"{len(self.sizes)} sizes, {time.perf_counter() - start:.1f} seconds"
         )
 
-    def _forward(self, size: int) -> None:
+    def forward(self, size: int) -> None:
+        """The step that is captured, run now: from the buffers, into `hidden` and `logits`."""
         rows, tables = self.rows, self.decodes.tables
         batch = Batch(
             num_tokens=size,
@@ -99,6 +97,14 @@ class PromptGraphs:
         step that must run eagerly."""
         batch = inputs.batch
         n, count, samples = batch.num_tokens, batch.num_seqs, len(inputs.sample_rows)
+        size = self.fill(inputs)
+        if size is None:
+            return None
+        self.replay(size)
+        return self.hidden[: inputs.batch.num_tokens], self.logits[: len(inputs.sample_rows)]
+
+    def fill(self, inputs: StepInputs) -> int | None:
+        """Put a step into the buffers; the size to run, None for a step that must run eagerly."""
         if n > self.sizes[-1] or count > self.rows or batch.max_seq_len > LONGEST:
             return None
         self.token_ids[:n].copy_(inputs.token_ids)
@@ -114,8 +120,10 @@ class PromptGraphs:
             slots[n:].fill_(-1)
             width = min(table.shape[1], group.block_tables.shape[1])
             table[:count, :width].copy_(group.block_tables[:, :width])
-        self._captured[next(s for s in self.sizes if s >= n)].replay()
-        return self.hidden[:n], self.logits[:samples]
+        return next(s for s in self.sizes if s >= n)
+
+    def replay(self, size: int) -> None:
+        self._captured[size].replay()
 
 
 def capture_prompts(
@@ -133,6 +141,5 @@ def capture_prompts(
             return graphs, graphs.capture()
         except RuntimeError as e:
             if weights is not None:
-                weights.forget()
-            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
-            return None, f"CUDA graphs: none for prompts, the forward pass cannot be captured ({first})"
+                weights.restart()
+            return None, f"CUDA graphs: none for prompts, the forward pass cannot be captured ({reason(e)})"

@@ -76,11 +76,12 @@ class WeightStream:
         for buffer in range(len(self.buffers)):
             self._wait(buffer)
 
-    def forget(self) -> None:
-        """Trust nothing that buffers hold: copies that were started may never have run (a failed capture)."""
+    def restart(self) -> None:
+        """A pass has ended somewhere: trust nothing that buffers hold, as copies may never have run (a failed capture),
+        and fetch the first layers, which passes that were captured before count on."""
         self._held = [None] * len(self.buffers)
         self._under_way.clear()
-        self._current = None
+        self.finish()
 
     def _following(self, layer: int) -> int:
         """The next layer, in the order of passes, that goes to the other buffer."""

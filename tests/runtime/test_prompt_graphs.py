@@ -47,7 +47,7 @@ def uncaptured(model: Any) -> PromptGraphs:
     hidden = torch.zeros(1, model.hidden_size)
     decodes: Any = SimpleNamespace(tables=tables, hidden=hidden, rows=4, max_len=256, block_size=BLOCK)
     graphs = PromptGraphs(model, [SIZE], decodes, None)
-    graphs._captured = {SIZE: SimpleNamespace(replay=lambda: graphs._forward(SIZE))}  # type: ignore[dict-item]
+    graphs._captured = {SIZE: SimpleNamespace(replay=lambda: graphs.forward(SIZE))}  # type: ignore[dict-item]
     return graphs
 
 
@@ -85,7 +85,7 @@ def test_a_padded_step_computes_what_its_own_tokens_give(tmp_path: Path) -> None
     with torch.inference_mode():
         before = graphs.hidden[:1].clone()
         graphs.seq_lens[0] -= 1
-        graphs._forward(SIZE)
+        graphs.forward(SIZE)
         assert relative_error(graphs.hidden[:1], before) > 1e-3, "control: one cached token fewer"
 
 

@@ -1,0 +1,60 @@
+"""Captures a forward pass in a CUDA graph, and leaves nothing behind of one that cannot be captured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def captured(forward: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torch.cuda.CUDAGraph:
+    """The pass in a graph that takes its memory from `pool`. Raises RuntimeError for one that cannot be captured.
+
+    It is run once outside of a graph, which compiles and loads kernels, makes what they keep, and finds out whether the
+    pass waits for the device somewhere. That ends a capture, and torch doesn't clean up behind a capture that has ended
+    so: the stream of the capture stays the current one, and the allocator, which still believes in it, gives no cached
+    memory back any more, not even when it has none left.
+    """
+    with _waiting_is_an_error():
+        forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+            forward()
+    except RuntimeError:
+        # Raises where torch itself has got so far: then there is nothing to do.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
+    return graph
+
+
+@contextlib.contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def reason(error: RuntimeError) -> str:
+    """The first line of what torch has to say: of what ended the capture, not of the end."""
+    first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+    return (str(first).strip().splitlines() or [type(first).__name__])[0]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device that nobody holds once this process has given back all it can.
+
+    Also what has to be done before captures: an engine that was used before this one and is collected during a capture
+    ends it, because pinned memory is given back only when the device is idle.
+    """
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
