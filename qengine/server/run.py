@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import math
-import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import uvicorn
-
-from qengine import __version__
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError, EngineDeadError
-from qengine.server.app import create_app
 from qengine.server.config import ServerConfig
 from qengine.server.engine_client import ENGINE_FACTORY, EngineClient
-from qengine.server.state import ServerState
+from qengine.server.parent_watch import SIGNALS
 from qengine.text import ChatTemplate
 from qengine.text.chat_template import preload
 
 T = TypeVar("T")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DEATH_NOTICE_S = 5.0
-"""How long /health still answers 503 with the reason after the engine died, before the process exits 1."""
-KEEP_ALIVE_S = 75
-"""Clients keep connections in pools; one that is closed too early fails their next request."""
-CLOSING_S = 5.0
-"""Time for the last answers (errors, when the limit is over) to leave the sockets."""
+Answer = Callable[[EngineClient, EngineConfig, ServerConfig, socket.socket, asyncio.Event], Awaitable[int]]
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, *, factory: str = ENGINE_FACTORY) -> int:
@@ -71,22 +57,30 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, sock: socket
     loop = asyncio.get_running_loop()
     for signum in SIGNALS:
         loop.add_signal_handler(signum, stop.set)
-    preloaded = loop.run_in_executor(None, preload)  # while the engine loads
+    imported = loop.run_in_executor(None, _import_answer)
     try:
         client = await _unless(stop, EngineClient.start(engine_config, factory=factory))
         if client is None:
+            print("qengine: stopped by a signal before the engine was ready", file=sys.stderr)
             return 0
         try:
             for line in client.facts.report:
                 print(line, file=sys.stderr)
-            state = await loop.run_in_executor(None, ServerState, client, engine_config, config)
-            await preloaded
-            return await _answer(state, sock, stop)
+            answer = await imported
+            return await answer(client, engine_config, config, sock, stop)
         finally:
             await client.shutdown()
     except EngineDeadError as e:
         print(f"qengine: error: {e}", file=sys.stderr)
         return 1
+
+
+def _import_answer() -> Answer:
+    """Seconds of imports, done in a thread while the engine loads."""
+    from qengine.server.http_server import answer
+
+    preload()
+    return answer
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -99,63 +93,3 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
     job.cancel()
     await asyncio.gather(job, return_exceptions=True)
     return None
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process by the signal instead of with a code."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
-
-
-def _http_server(state: ServerState) -> _HttpServer:
-    config = uvicorn.Config(
-        create_app(state),
-        lifespan="off",
-        http="h11",
-        ws="none",
-        log_config=None,
-        access_log=state.config.access_log,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(state.config.shutdown_timeout + CLOSING_S),
-    )
-    return _HttpServer(config)
-
-
-async def _answer(state: ServerState, sock: socket.socket, stop: asyncio.Event) -> int:
-    """Listen; after a signal let running requests finish within the limit, then end them with an error."""
-    client, limit = state.client, state.config.shutdown_timeout
-    server = _http_server(state)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        host, port = sock.getsockname()[:2]
-        print(_ready_line(host, port, state.names), flush=True)
-    dead, stopped = asyncio.create_task(client.dead.wait()), asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, dead, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    engine_died = dead.done()
-    if engine_died:
-        print(f"qengine: error: {client.death}", file=sys.stderr, flush=True)
-        await asyncio.wait({stopped}, timeout=DEATH_NOTICE_S)
-    server.should_exit = True
-    loop = asyncio.get_running_loop()
-    give_up = functools.partial(client.give_up, "the server is shutting down")
-    timer = loop.call_later(limit, give_up)
-    for signum in SIGNALS:  # a second signal ends the patience
-        loop.add_signal_handler(signum, give_up)
-    try:
-        await serving
-    except OSError as e:
-        raise ConfigError(f"cannot listen: {e.strerror or e}", hint="another --port or --host") from e
-    finally:
-        timer.cancel()
-        dead.cancel()
-        stopped.cancel()
-    return 1 if engine_died else 0
-
-
-def _ready_line(host: str, port: int, names: tuple[str, ...]) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"qengine {__version__} serves {', '.join(names)} at http://{shown}:{port}/v1 (Ctrl-C stops it)"

