@@ -234,5 +234,5 @@ class Decoder(Model):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head.float32(hidden)
         if self.logit_cap is not None:
-            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
+            logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)  # in place: a step's logits may be a gigabyte
         return logits

@@ -18,7 +18,8 @@ class PinnedMemory:
 
     Pages are registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two. They are
     mapped for this alone, because torch takes a tensor for pinned by where its storage begins. They are unpinned with
-    this object, which must outlive every copy. Raises CapacityError when the system refuses.
+    this object, once the device is idle: a step that nobody waits for any more may still copy. Raises CapacityError
+    when the system refuses.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -29,7 +30,7 @@ class PinnedMemory:
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
         with torch.cuda.device(device):
             _register(self.bytes.data_ptr(), nbytes)
-        weakref.finalize(self, _unregister, self.bytes.data_ptr()).atexit = False
+        weakref.finalize(self, _unregister, self.bytes.data_ptr(), device).atexit = False
 
 
 def _register(address: int, nbytes: int) -> None:
@@ -44,7 +45,8 @@ def _register(address: int, nbytes: int) -> None:
         )
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

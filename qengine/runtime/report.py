@@ -74,3 +74,9 @@ def agreement_line(name: str, planned: int, actual: int) -> str:
     off = abs(actual - planned) / max(planned, 1)
     mark = "" if off <= 0.02 else "WARNING: "
     return f"{mark}{name}: planned {gib(planned)}, allocated {gib(actual)} ({off:.1%} apart)"
+
+
+def graph_memory_line(planned: int, taken: int, total: int) -> str:
+    """What captured graphs took of a device of `total` bytes beside their plan; 2 % of the device more is a warning."""
+    mark = "" if taken - planned <= 0.02 * total else "WARNING: "
+    return f"{mark}CUDA graphs: planned {gib(planned)}, taken {gib(max(taken, 0))}"

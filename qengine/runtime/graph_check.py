@@ -1,0 +1,126 @@
+"""Replays captured steps beside the same steps run kernel by kernel, before the engine is ready.
+
+A graph is a list of kernels, addresses and an order. What is wrong with one (memory that was given back, work that was
+not recorded, a kernel that starts before its inputs are there) shows in values and nowhere else, and may depend on the
+GPU, the driver and the model. So every size is compared once, here; graphs that give other values are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from qengine.core.request import Request
+from qengine.core.step import ScheduledSequence, Step
+from qengine.runtime.inputs import StepInputs
+from qengine.runtime.runner import Runner
+from qengine.sampling_params import SamplingParams
+
+FAR = 0.05
+"""Relative difference from which a graph is wrong. The kernels are the same, so there should be none; a library may
+choose another of its kernels for another stream."""
+
+
+class Graphs(Protocol):
+    """Captured steps: `DecodeGraphs` or `PromptGraphs`."""
+
+    sizes: list[int]
+    rows: int
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+    def fill(self, inputs: StepInputs) -> int | None: ...
+
+    def forward(self, size: int) -> None: ...
+
+    def replay(self, size: int) -> None: ...
+
+
+def check_graphs(runner: Runner, longest: int) -> list[str]:
+    """Take from the runner the graphs that give other values. Report lines. `longest`: tokens of a sequence, at most.
+
+    Uses blocks of the cache, which nobody may have yet, and leaves them zero.
+    """
+    lines, worst, count = [], 0.0, 0
+    decodes, prompts = runner.graphs, runner.prompt_graphs
+    for graphs, what, several in ((decodes, "decodes", True), (prompts, "prompts", False)):
+        for size in graphs.sizes if graphs is not None else ():
+            lens = decode_lens(size) if several else prompt_lens(size, graphs.rows)
+            apart = difference(runner, graphs, size, lens, longest)
+            if not apart <= FAR:
+                lines.append(
+                    f"WARNING: CUDA graphs: none for {what}, because a replayed step of {size} gives values that are "
+                    f"{apart:.2g} apart from those of the same kernels run one by one"
+                )
+                runner.prompt_graphs = None
+                if several:
+                    runner.use_graphs(None)
+                    return lines
+                break
+            worst, count = max(worst, apart), count + 1
+    if count:
+        lines.append(f"CUDA graphs: {count} replayed beside the same kernels run one by one, {worst:.2g} apart at most")
+    return lines
+
+
+def decode_lens(size: int) -> list[tuple[int, int]]:
+    """(cached tokens, new tokens) of each sequence."""
+    return [(i % 8, 1) for i in range(size)]
+
+
+def prompt_lens(size: int, rows: int) -> list[tuple[int, int]]:
+    """The same for a step of one token less than is captured: a decode, a prompt that goes on, and one that begins."""
+    if rows < 3:
+        return [(3, size - 1)]
+    half = (size - 2) // 2
+    return [(5, 1), (21, half), (0, size - 2 - half)]
+
+
+@torch.inference_mode()
+def difference(runner: Runner, graphs: Graphs, size: int, lens: Sequence[tuple[int, int]], longest: int) -> float:
+    """How far a replayed step is from the same one run kernel by kernel: of hidden states or logits, what is more. The
+    step is shortened to what `longest` and the cache allow."""
+    sequences = list(_sequences(runner, lens, longest))
+    inputs = runner.inputs.build(Step(sequences=sequences))
+    graphs.fill(inputs)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for run in (graphs.forward, graphs.replay):
+        graphs.hidden.zero_()
+        graphs.logits.zero_()
+        run(size)
+        tokens, samples = inputs.batch.num_tokens, len(inputs.sample_rows)
+        found.append((graphs.hidden[:tokens].clone(), graphs.logits[:samples].clone()))
+    for s in sequences:
+        runner.forget(s.request.request_id)
+    runner.cache.zero_blocks([block for s in sequences for table in s.request.block_tables for block in table])
+    (hidden, logits), (replayed_hidden, replayed_logits) = found
+    return max(_apart(replayed_hidden, hidden), _apart(replayed_logits, logits))
+
+
+def _sequences(runner: Runner, lens: Sequence[tuple[int, int]], longest: int) -> Iterator[ScheduledSequence]:
+    """Sequences in blocks of their own, as many as the cache has."""
+    size, groups = runner.cache.block_size, runner.inputs.num_groups
+    blocks = iter(range(1, runner.cache.storage[0].shape[0]))
+    left = (runner.cache.storage[0].shape[0] - 1) // groups
+    for i, (start, wanted) in enumerate(lens):
+        start = min(start, longest - 1)
+        count = min(wanted, longest - start, left * size - start)
+        if count < 1:
+            return
+        need = -(-(start + count) // size)
+        left -= need
+        ids = [(7919 * (i + 1) + 31 * j) % runner.model.vocab_size for j in range(start + count)]
+        request = Request(f"graph-check-{i}", ids, 1, sampling=SamplingParams(temperature=0.0))
+        request.block_tables = [[next(blocks) for _ in range(need)] for _ in range(groups)]
+        yield ScheduledSequence(request, start, count, True)
+
+
+def _apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative difference; infinite where other values are finite."""
+    finite = want.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return float("inf")
+    got, want = (torch.where(finite, t, 0).double() for t in (got, want))
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
