@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_reference import VOCAB, context, file_state, random_sequences, reference_logits, reference_model, worst
+from hf_reference import SIZES, context, file_state, random_sequences, reference_logits, reference_model, worst
 from qengine.layers.attention import KVLayer
 from qengine.layers.kv_layer import bind_kv_layer
 from qengine.layers.linear import Linear
@@ -38,18 +38,6 @@ from qengine.plugin.discovery import load_plugin
 from qengine.runtime.device import select_device
 from torch_kv import BLOCK_SIZE, PagedRun
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SIZES, sliding_window=6),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from hf_reference import VOCAB, assert_equal_to_reference, context, reference_model
+from hf_reference import SIZES, assert_equal_to_reference, context, reference_model
 from qengine.errors import CheckpointError
 from qengine.layers.moe import SparseMoE
 from qengine.models.blocks import Decoder, GatedMLP
@@ -19,18 +19,6 @@ from qengine.models.registry import build_model, native_builder
 
 Spoil = Callable[[Any], None]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 QWEN: dict[str, Any] = {**SIZES, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
 
 

@@ -21,24 +21,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_reference import VOCAB, assert_equal_to_reference
+from hf_reference import SIZES, assert_equal_to_reference
 from qengine.models.blocks import Decoder
 from qengine.models.registry import native_builder
 
 Spoil = Callable[[Any], None]
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def attention_rule(**changes: Any) -> Spoil:

@@ -17,6 +17,19 @@ from torch_linear import load_leaves
 
 TOLERANCE = 1e-4
 VOCAB = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of a toy Llama-like config, as keywords."""
 
 
 def reference_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
