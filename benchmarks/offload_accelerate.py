@@ -1,0 +1,128 @@
+"""The rows of offload.py with Hugging Face transformers and accelerate's device_map: the same shapes, the same cap.
+
+    python benchmarks/offload_accelerate.py [--rows llama-3.1-8b-bf16,...] [--gib 15] [--tokens 9] [--json FILE]
+
+Weights are 16-bit in every row: what a quantised file needs to run in transformers are other packages' kernels, and
+`device_map` streams what they hold in the same way. The map is what accelerate itself finds for `--gib` less a GiB for
+activations; layers that do not fit stay in (pageable) host memory and are copied by its hooks when they run. Weights
+are zeros. Figures: decode tokens/s for one sequence and for eight, prompts of 128, a run of --tokens + 1 less a run of
+one; bytes on the host; peak memory of the process and of the device. A row runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload import GIB, ROWS, write_config
+from qengine.bench.rows import conditions, row_in_child
+from qengine.runtime import device as devices
+
+HOST_ROOM = 4 << 30
+"""Host memory that the map leaves free."""
+
+
+def build(args: argparse.Namespace, row: str) -> tuple[Any, int]:
+    """The dispatched model, and the bytes of the weights that stay on the host."""
+    with tempfile.TemporaryDirectory() as name:
+        write_config(Path(name), row, args.shape)
+        file = Path(name, "config.json")
+        config = json.loads(file.read_text())
+        config.pop("quantization_config", None)
+        file.write_text(json.dumps(config))
+        config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    room = {"cpu": psutil.virtual_memory().available - HOST_ROOM}
+    if args.device == "cuda":
+        room = {0: int(args.gib * GIB) - GIB, **room}
+    places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=model._no_split_modules)
+    if "disk" in places.values():
+        raise SystemExit(f"{row}: the host has no room for what the device does not hold")
+    on_host = [name for name, place in places.items() if place == "cpu"]
+    held = sum(p.nbytes for name in on_host for p in model.get_submodule(name).parameters())
+    return dispatch_model(model, places, force_hooks=True), held
+
+
+@torch.inference_mode()
+def decode_rate(model: Any, batch: int, prompt: int, tokens: int) -> float:
+    """Tokens a second of all sequences together."""
+    ids = torch.randint(2, model.config.vocab_size, (batch, prompt), device=model.device)
+    seconds = []
+    for new in (1, tokens + 1):
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        seconds.append(time.perf_counter() - start)
+    return batch * tokens / (seconds[1] - seconds[0])
+
+
+def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
+    """All figures of one row, in this process."""
+    device = devices.select_device(args.device)[0]
+    devices.limit_memory(device, int(args.gib * GIB))
+    devices.start_peak(device)
+    model, held = build(args, row)
+    prompt = 16 if args.shape == "tiny" else 128
+    decode_rate(model, 1, prompt, 1)
+    rates = {f"decode_{batch}": decode_rate(model, batch, prompt, args.tokens) for batch in (1, 8)}
+    peaks = {"peak_host": devices.peak_host_bytes(), "peak_device": devices.peak_bytes(device)}
+    return {"row": row, "host_bytes": held, **rates, **peaks}
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| row, 16-bit weights | on the host, GiB | decode tok/s, 1 | 8 | host peak, GiB | device peak, GiB |"]
+    lines.append("|---|" + "---|" * 5)
+    for r in results:
+        if "error" in r:
+            lines.append(f"| {r['row']} | {r['error']} |" + " |" * 4)
+            continue
+        cells = [r["row"], f"{r['host_bytes'] / GIB:.2f}", f"{r['decode_1']:.2f}", f"{r['decode_8']:.2f}"]
+        cells += [f"{r['peak_host'] / GIB:.2f}", f"{r['peak_device'] / GIB:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="llama-3.1-8b-bf16", help=f"with commas, of: {', '.join(ROWS)}")
+    parser.add_argument("--gib", type=float, default=15.0, help="memory of the card that is played")
+    parser.add_argument("--tokens", type=int, default=9, help="of each sequence")
+    parser.add_argument("--shape", default="published", choices=("published", "tiny"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.rows = args.rows.split(",")
+    if unknown := [row for row in args.rows if row not in ROWS]:
+        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    if args.child:
+        print("\n" + json.dumps(measure(args, args.rows[0])))
+        return
+    results = [row_in_child(__file__, argv, row) for row in args.rows]
+    if args.json is not None:
+        args.json.write_text(json.dumps({**conditions(), "rows": results}, indent=1))
+    print("\n".join(table(results)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
