@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
+from offload import GIB, ROWS, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload import GIB, ROWS, write_config
 from qengine.bench.rows import conditions, row_in_child
 from qengine.runtime import device as devices
 
@@ -48,7 +48,7 @@ def build(args: argparse.Namespace, row: str) -> tuple[Any, int]:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
-    room = {"cpu": psutil.virtual_memory().available - HOST_ROOM}
+    room: dict[int | str, int] = {"cpu": psutil.virtual_memory().available - HOST_ROOM}
     if args.device == "cuda":
         room = {0: int(args.gib * GIB) - GIB, **room}
     places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=model._no_split_modules)
