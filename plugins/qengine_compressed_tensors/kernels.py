@@ -54,7 +54,7 @@ def int8_encode(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def int8_dot(a, w, NATIVE: tl.constexpr):
-    """uint8 blocks of int8 codes -> their product, float32 (exact: a block has at most 128 columns)."""
+    """uint8 blocks of int8 codes -> their product, float32 (exact: a block has at most 256 columns)."""
     b_a = a.to(tl.int8, bitcast=True)
     b_w = w.to(tl.int8, bitcast=True)
     if NATIVE:

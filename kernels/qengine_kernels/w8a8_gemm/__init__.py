@@ -26,7 +26,7 @@ def w8a8_matmul(
     """codes uint8 [M, K] with scales float32 [M, 1] or [M, ceil(K / weight.block_k)] -> [M, N] of `dtype`.
 
     `dot(a, w, NATIVE)` is a Triton device function: uint8 codes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] -> the
-    product of their values, float32. It sees at most 128 columns at a time, whose sums are added in float32.
+    product of their values, float32. It sees at most 256 columns at a time, whose sums are added in float32.
     `native` goes to it: whether matrix units for 8-bit values may be used. `chip` overrides the device's, for tests.
     """
     from qengine_kernels.w8a8_gemm.launcher import launch_w8a8

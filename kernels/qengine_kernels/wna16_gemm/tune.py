@@ -51,8 +51,8 @@ def candidates(most: int) -> Iterator[Entry]:
     """Entries worth a measurement for up to `most` rows."""
     if most <= 16:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
-            yield Entry(most, "few", columns, rows, most, 4, stages, fill)
-    block_ms = {power_of_2(most, 16), max(most // 2, 16), max(most // 4, 16)}
+            yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
+    block_ms = {max(power_of_2(most) >> halvings, 16) for halvings in range(3)}
     for block_m, rows, warps in product(sorted(b for b in block_ms if b <= 256), (1, 2), (4, 8)):
         sums = OUTPUTS * rows * block_m // (32 * warps)  # float32 a thread
         if 8 <= sums <= 128 and (warps == 4 or rows == 2):
@@ -77,9 +77,8 @@ def trial(chip: Chip, shape: Shape, most: int) -> Trial:
     n, k, group = shape
     table = table_for(chip, n, k, group)
     used = replace(next((e for e in table if most <= e.most), table[-1]), most=most)
-    entries = [used, *candidates(most)]
-    fitting = [e for e in entries if shared_bytes(e) <= chip.shared_memory and n % (OUTPUTS * e.rows) == 0]
-    plans = {plan_entry(chip, e, most, n, k, group): e for e in fitting}
+    fitting = [e for e in candidates(most) if shared_bytes(e) <= chip.shared_memory and n % (OUTPUTS * e.rows) == 0]
+    plans = {plan_entry(chip, e, most, n, k, group): e for e in (*fitting, used)}
     return Trial(most, plans, plan_entry(chip, used, most, n, k, group))
 
 

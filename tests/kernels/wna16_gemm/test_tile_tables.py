@@ -48,12 +48,14 @@ def test_other_files_and_other_chips_are_refused(tmp_path: Path) -> None:
         use(tmp_path / "missing.json", HOPPER)
 
 
-@pytest.mark.parametrize("most", [8, 64, 512])
-def test_trials_fit_the_chip_and_have_what_is_in_use(most: int) -> None:
-    t = trial(HOPPER, (4096, 1024, 128), most)
+@pytest.mark.parametrize("n", [4096, 4160], ids=["pairs of tiles", "an odd tile"])
+@pytest.mark.parametrize("most", [3, 16, 100, 512])
+def test_trials_fit_the_chip_and_have_what_is_in_use(most: int, n: int) -> None:
+    t = trial(HOPPER, (n, 1024, 128), most)
     assert len(t.entries) > 5 and t.used in t.entries
     assert all(entry.most == most and shared_bytes(entry) <= HOPPER.shared_memory for entry in t.entries.values())
     assert {variant(plan).tiles for plan in t.entries} == {1}
+    assert {entry.block_m for entry in candidates(most)} <= {8, 16, 32, 64, 128, 256}
     kinds = {entry.kind for entry in candidates(most)}
     assert kinds == ({"few", "many"} if most <= 16 else {"many"})
 

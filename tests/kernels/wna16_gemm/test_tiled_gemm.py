@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -85,6 +86,22 @@ def test_every_entry_of_the_tables(m: int, multiprocessors: int, k: int, group: 
     x = torch.randn(m, k, device=device).half()
     assert_close("entry", multiply(x, weight, None, chip), x.float() @ dense, LIMITS[torch.float16])
     assert not tickets(device).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [-1, 32])
+def test_a_long_k_gives_the_same_bits_each_time(group: int) -> None:
+    """Many steps on a full chip, whole outputs and split ones: where a product and the next step's decoding get in each
+    other's way, it is by chance."""
+    device = torch.device("cuda")
+    packed, dense = weight_of(4096, 2048, group, device)
+    weight = to_tiles(packed)
+    for multiprocessors, m in product((1, 132), (16, 64, 128, 512)):
+        chip = replace(Chip.of(device), multiprocessors=multiprocessors)
+        x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
+        first = multiply(x, weight, None, chip)
+        assert_close(f"{m} rows", first, x.float() @ dense, LIMITS[torch.bfloat16])
+        assert all(torch.equal(first, multiply(x, weight, None, chip)) for _ in range(20)), (multiprocessors, m)
 
 
 def test_parts_keep_to_groups() -> None:
