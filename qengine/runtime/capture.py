@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -12,13 +12,16 @@ import torch
 def captured(forward: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torch.cuda.CUDAGraph:
     """The pass in a graph that takes its memory from `pool`. Raises RuntimeError for one that cannot be captured.
 
-    It is run once outside of a graph, which compiles and loads kernels, makes what they keep, and finds out whether the
-    pass waits for the device somewhere. That ends a capture, and torch doesn't clean up behind a capture that has ended
-    so: the stream of the capture stays the current one, and the allocator, which still believes in it, gives no cached
-    memory back any more, not even when it has none left.
+    It is run outside of a graph first, which compiles and loads kernels, makes what they keep, and finds out whether
+    the pass waits for the device somewhere. That ends a capture, and torch doesn't clean up behind a capture that has
+    ended so: the stream of the capture stays the current one, and the allocator, which still believes in it, gives no
+    cached memory back any more, not even when it has none left.
     """
-    with _waiting_is_an_error():
+    try:
+        _without_waiting(forward)
+    except RuntimeError:  # perhaps only this once, for something that is kept
         forward()
+        _without_waiting(forward)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
@@ -32,12 +35,12 @@ def captured(forward: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torc
     return graph
 
 
-@contextlib.contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
+def _without_waiting(forward: Callable[[], None]) -> None:
+    """Raises RuntimeError where the pass waits for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        forward()
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

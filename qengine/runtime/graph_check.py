@@ -2,7 +2,7 @@
 
 A graph is a list of kernels, addresses and an order. What is wrong with one (memory that was given back, work that was
 not recorded, a kernel that starts before its inputs are there) shows in values and nowhere else, and may depend on the
-GPU, the driver and the model. So every size is compared once, here; graphs that give other values are not used.
+GPU, the driver and the model. So sizes are compared once, here; graphs that give other values are not used.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def check_graphs(runner: Runner, longest: int) -> list[str]:
 
     Uses blocks of the cache, which nobody may have yet, and leaves them zero.
     """
-    lines, worst, count = [], 0.0, 0
-    decodes, prompts = runner.graphs, runner.prompt_graphs
-    for graphs, what, several in ((decodes, "decodes", True), (prompts, "prompts", False)):
-        for size in graphs.sizes if graphs is not None else ():
-            lens = decode_lens(size) if several else prompt_lens(size, graphs.rows)
+    lines: list[str] = []
+    worst, count = 0.0, 0
+    kinds: list[tuple[Graphs | None, str]] = [(runner.graphs, "decodes"), (runner.prompt_graphs, "prompts")]
+    for graphs, what in kinds:
+        for size in _checked_sizes(runner, graphs):
+            assert graphs is not None
+            lens = decode_lens(size) if what == "decodes" else prompt_lens(size, graphs.rows)
             apart = difference(runner, graphs, size, lens, longest)
             if not apart <= FAR:
                 lines.append(
@@ -55,7 +57,7 @@ def check_graphs(runner: Runner, longest: int) -> list[str]:
                     f"{apart:.2g} apart from those of the same kernels run one by one"
                 )
                 runner.prompt_graphs = None
-                if several:
+                if what == "decodes":
                     runner.use_graphs(None)
                     return lines
                 break
@@ -63,6 +65,13 @@ def check_graphs(runner: Runner, longest: int) -> list[str]:
     if count:
         lines.append(f"CUDA graphs: {count} replayed beside the same kernels run one by one, {worst:.2g} apart at most")
     return lines
+
+
+def _checked_sizes(runner: Runner, graphs: Graphs | None) -> list[int]:
+    """All; the least and the largest where each pass copies weights from host memory, which may take seconds."""
+    if graphs is None:
+        return []
+    return graphs.sizes if runner.weights is None else sorted({graphs.sizes[0], graphs.sizes[-1]})
 
 
 def decode_lens(size: int) -> list[tuple[int, int]]:

@@ -51,18 +51,18 @@ class HostBlocks:
             weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
         self._out_stream = torch.cuda.Stream(device) if on_gpu else None
         self._back_stream = torch.cuda.Stream(device) if on_gpu else None
-        self._written, self._written_before, self._read = (_event(device) for _ in range(3))
-        """After the last copies to host memory, after those before them, and after the last copies from it."""
+        self._written, self._written_before = (_event(device) for _ in range(2))
+        """After the last copies to host memory, and after those before them."""
         self._fresh: set[int] = set()
         """Host blocks of the last copies to host memory."""
 
     def copy_out(self, pairs: Pairs) -> None:
-        """Copy (device block, host block). What this stream does next may overwrite the device blocks."""
+        """Copy (device block, host block). What this stream does next may overwrite the device blocks. The host blocks
+        may have been copied in just before: this stream has waited for that, and the copies to them wait for it."""
         if not pairs:
             return
         self._fresh = {host for _, host in pairs}
         self._written, self._written_before = self._written_before, self._written
-        _wait(self._out_stream, self._read)
         for part in _parts(sorted(pairs, key=lambda pair: pair[1]), len(self._out[0].rows)):
             self._out.append(stage := self._out.pop(0))
             _wait(self._here, stage.done)
@@ -97,7 +97,6 @@ class HostBlocks:
             for own, t in self._slices(stage.rows[: len(part)]):
                 t.index_copy_(0, index, own)
             _record(self._here, stage.done)
-        _record(self._back_stream, self._read)
 
     @property
     def _here(self) -> torch.cuda.Stream | None:

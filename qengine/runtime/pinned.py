@@ -26,7 +26,10 @@ class PinnedMemory:
         if device.type != "cuda" or not nbytes:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
             return
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise _refused(str(e), nbytes) from e
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
         with torch.cuda.device(device):
             _register(self.bytes.data_ptr(), nbytes)
@@ -36,13 +39,17 @@ class PinnedMemory:
 def _register(address: int, nbytes: int) -> None:
     result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
     if int(result) != 0:
-        raise CapacityError(
-            "host memory cannot be pinned",
-            have=f"CUDA error {int(result)} for {format_bytes(nbytes)}",
-            need="page-locked memory",
-            hint="a smaller --cpu-offload-gb or --swap-space, a higher limit of locked memory (ulimit -l), or more "
-            "memory for the container",
-        )
+        raise _refused(f"CUDA error {int(result)}", nbytes)
+
+
+def _refused(why: str, nbytes: int) -> CapacityError:
+    return CapacityError(
+        "host memory cannot be pinned",
+        have=f"{why} for {format_bytes(nbytes)}",
+        need="page-locked memory",
+        hint="a smaller --cpu-offload-gb or --swap-space, a higher limit of locked memory (ulimit -l), or more "
+        "memory for the container",
+    )
 
 
 def _unregister(address: int, device: torch.device) -> None:

@@ -48,6 +48,9 @@ def test_plan_and_allocator_agree(quantised: str, kv: str, tmp_path: Path) -> No
 
     planned = size(re.search(r"activations \(peak\) [\d.]+ [MG]iB", plan).group(0))  # type: ignore[union-attr]
     assert size(measured) <= planned * 1.02
+    graphs = next(line for line in made.facts.report if "CUDA graphs: planned" in line)
+    asked, taken = (size(text) for text in graphs.partition("planned ")[2].split(", taken "))
+    assert 0 < taken <= asked + 0.02 * 24 * GIB, "2 % of a card of 24 GiB"
 
 
 def test_device_memory_stays_flat(tmp_path: Path) -> None:

@@ -11,17 +11,20 @@ import torch
 
 from greedy_compare import first_clear_difference, greedy
 from qengine.layers.attention import DeviceLengths
-from qengine.plugin import KVLayout, KVScales
+from qengine.plugin import KVLayout
 from qengine.plugin.discovery import load_plugin
+from qengine.runtime import graphs, prompt_graphs
+from qengine.runtime.graph_check import check_graphs
 from qengine.runtime.graphs import GRAPH_BYTES
 from qengine.runtime.inputs import StepInputs
-from qengine.runtime.prompt_graphs import LADDER, SEQUENCES, PromptGraphs, prompt_graph_bytes, prompt_sizes
+from qengine.runtime.prompt_graphs import LADDER, SEQUENCES, prompt_graph_bytes, prompt_sizes
+from qengine.runtime.runner import Runner
 from qengine_kernels.paged_attention import TritonPagedKV
-from qengine_kernels.testing import relative_error
-from toy_engine import request, run, toy_engine
+from qengine_kernels.testing import poisoned_empty, relative_error
+from toy_engine import Run, request, run, toy_engine
 from toy_models import make_tiny
 
-SIZE, BLOCK = 32, 16
+SIZE, BLOCK, SEQS = 32, 16, 4
 
 
 def test_sizes_and_bytes() -> None:
@@ -31,62 +34,107 @@ def test_sizes_and_bytes() -> None:
     assert prompt_graph_bytes(8, 64, 1000, 2) == 0
 
 
-def triton_cache(spec: Any, blocks: int) -> TritonPagedKV:
+def triton_cache(spec: Any, storage: torch.Tensor) -> TritonPagedKV:
     plugin = load_plugin("kv", "auto")
     k, v = plugin(spec, "k", torch.float32), plugin(spec, "v", torch.float32)
     layout = KVLayout.of(BLOCK, k.layout(BLOCK), v.layout(BLOCK))
-    scales = KVScales(torch.ones(spec.num_kv_heads), torch.ones(spec.num_kv_heads))
-    storage = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
-    functions = k.functions(), v.functions()
-    return TritonPagedKV(storage, layout, spec, scales.k, scales.v, *functions, False, torch.float32)
+    scales = torch.ones(spec.num_kv_heads)
+    return TritonPagedKV(storage, layout, spec, scales, scales, k.functions(), v.functions(), False, torch.float32)
 
 
-def uncaptured(model: Any) -> PromptGraphs:
-    """Graphs whose replay is the forward pass that would have been captured, over the same buffers."""
-    tables = [torch.zeros(4, 16, dtype=torch.int32)]
-    hidden = torch.zeros(1, model.hidden_size)
-    decodes: Any = SimpleNamespace(tables=tables, hidden=hidden, rows=4, max_len=256, block_size=BLOCK)
-    graphs = PromptGraphs(model, [SIZE], decodes, None)
-    graphs._captured = {SIZE: SimpleNamespace(replay=lambda: graphs.forward(SIZE))}  # type: ignore[dict-item]
-    return graphs
+def use_graphs_of_the_interpreter(runner: Runner, patch: pytest.MonkeyPatch) -> None:
+    """Steps are replayed as on a GPU, but that a replay is the forward pass that would have been captured. Attention
+    runs the kernels that GPUs run."""
+    for layer, storage in zip(runner.model.attention, runner.cache.storage, strict=True):
+        layer.cache = triton_cache(layer.spec, storage)
+        assert isinstance(layer.cache, DeviceLengths) and layer.cache.prompts_by_device_lengths
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (graphs, prompt_graphs):
+        patch.setattr(module, "captured", lambda forward, pool: SimpleNamespace(replay=forward))
+    decodes, line = graphs.capture_decodes(runner.model, SEQS, 256, 1, BLOCK, runner.device)
+    assert decodes is not None and "1 to 4 sequences, 3 sizes" in line
+    runner.prompt_graphs, line = prompt_graphs.capture_prompts(runner.model, SIZE, decodes, None)
+    assert runner.prompt_graphs is not None and "up to 32 tokens in up to 4 sequences" in line
+    runner.use_graphs(decodes)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter; a GPU runs the test below")
-def test_a_padded_step_computes_what_its_own_tokens_give(tmp_path: Path) -> None:
-    """Prompts, chunks of them and decodes, in the kernels that GPUs run: tokens and sequences that only pad a step are
-    neither read nor written."""
-    engine = toy_engine(make_tiny(tmp_path), block_size=BLOCK, max_num_batched_tokens=48, max_num_seqs=6)
+def test_a_padded_step_computes_what_its_own_tokens_give(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, chunks of them, decodes and mixtures, replayed in turn over the same block tables: tokens and sequences
+    that only pad a step are neither read nor written, whatever their own values are."""
+    engine = toy_engine(tiny, block_size=BLOCK, max_num_batched_tokens=48, max_num_seqs=6, async_scheduling=True)
     runner, model = engine.runner, engine.runner.model
-    for layer in model.attention:
-        layer.cache = triton_cache(layer.spec, engine.stats().kv_blocks_total + 1)
-        assert isinstance(layer.cache, DeviceLengths) and layer.cache.prompts_by_device_lengths
-    with torch.inference_mode():
-        graphs = uncaptured(model)
-    steps: list[list[int] | None] = []
+    use_graphs_of_the_interpreter(runner, monkeypatch)
+    replayed: list[tuple[str, list[int]]] = []
 
-    def both(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        got = graphs.run(inputs)
-        steps.append(None if got is None else inputs.batch.host_query_lens)
-        if got is not None:
-            hidden = model.forward(inputs.token_ids, inputs.batch)
-            assert relative_error(got[0], hidden) < 1e-5
-            if len(inputs.sample_rows):
+    def compared(kind: str, real: Any) -> Any:
+        def both(inputs: StepInputs) -> Any:
+            with poisoned_empty():
+                got = real(inputs)
+            if got is not None:
+                replayed.append((kind, inputs.batch.host_query_lens))
+                hidden = model.forward(inputs.token_ids, inputs.batch)
+                assert relative_error(got[0], hidden) < 1e-5
                 assert relative_error(got[1], model.logits(hidden[inputs.sample_rows])) < 1e-5
-        return got
+            return got
 
-    runner.prompt_graphs = SimpleNamespace(run=both)  # type: ignore[assignment]
+        return both
+
+    for kind, one in (("decode", runner.graphs), ("prompt", runner.prompt_graphs)):
+        monkeypatch.setattr(one, "run", compared(kind, one.run))  # type: ignore[union-attr]
     gen = torch.Generator().manual_seed(3)
     lengths = {"short": 5, "chunked": 50, "late": 20}
     prompts = {name: torch.randint(0, 250, (n,), generator=gen).tolist() for name, n in lengths.items()}
-    run(engine, [request(name, prompt, max_tokens=3) for name, prompt in prompts.items()])
-    replayed = [lens for lens in steps if lens is not None]
-    assert None in steps, "a step of 48 tokens is too large"
-    assert any(max(lens) > 1 and len(lens) > 1 for lens in replayed) and any(max(lens) == 1 for lens in replayed)
-    with torch.inference_mode():
-        before = graphs.hidden[:1].clone()
-        graphs.seq_lens[0] -= 1
-        graphs.forward(SIZE)
-        assert relative_error(graphs.hidden[:1], before) > 1e-3, "control: one cached token fewer"
+    asked = [request(name, prompt, max_tokens=6) for name, prompt in prompts.items()]
+    found = Run(engine)
+    for new in asked[:2]:
+        engine.add(new)
+    for _ in range(4):
+        found.step()
+    engine.add(asked[2])
+    while engine.has_work:
+        found.step()
+    kinds = [kind for kind, _ in replayed]
+    assert kinds.index("decode") < len(kinds) - 1 - kinds[::-1].index("prompt"), "in turn"
+    assert any(max(lens) > 1 and len(lens) > 1 for kind, lens in replayed if kind == "prompt")
+    assert engine.stats().steps > len(replayed), "a step of 48 tokens is too large"
+    assert found.ids == run(toy_engine(tiny, block_size=BLOCK), asked).ids
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_graphs_that_give_other_values_are_not_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine(tiny, block_size=BLOCK, max_num_seqs=SEQS)
+    runner = engine.runner
+    use_graphs_of_the_interpreter(runner, monkeypatch)
+    decodes, prompts = runner.graphs, runner.prompt_graphs
+    assert decodes is not None and prompts is not None
+    [line] = check_graphs(runner, 255)
+    assert line == "CUDA graphs: 4 replayed beside the same kernels run one by one, 0 apart at most"
+    assert (runner.graphs, runner.prompt_graphs) == (decodes, prompts) and runner.inputs.rows == {}
+    assert not any(bool(t.any()) for t in runner.cache.storage), "blocks are zero again"
+
+    def older_inputs() -> None:
+        prompts.token_ids.fill_(7)
+        prompts.forward(SIZE)
+
+    def nothing_recorded() -> None:
+        pass
+
+    prompts._captured[SIZE] = SimpleNamespace(replay=older_inputs)  # type: ignore[assignment]
+    [line, _] = check_graphs(runner, 255)
+    assert line.startswith("WARNING: CUDA graphs: none for prompts, because a replayed step of 32 gives values that")
+    assert runner.prompt_graphs is None and runner.graphs is decodes and runner.inputs.fixed_rows == SEQS
+    decodes._captured[2] = SimpleNamespace(replay=nothing_recorded)  # type: ignore[assignment]
+    runner.prompt_graphs = prompts
+    [line] = check_graphs(runner, 255)
+    assert "none for decodes, because a replayed step of 2 gives values that are 1 apart" in line
+    assert runner.graphs is None and runner.prompt_graphs is None and runner.inputs.fixed_rows == 0
 
 
 @pytest.mark.gpu
@@ -96,16 +144,20 @@ def test_replayed_prompts_are_eager_ones(tmp_path: Path, kv: str) -> None:
     folder = make_tiny(tmp_path)
     gen = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 250, (n,), generator=gen).tolist() for n in (1, 5, 31, 32, 33, 130, 400)]
-    want = [greedy(toy_engine(folder, enforce_eager=True, **options), [p], 8)[0] for p in prompts]
+    eager = toy_engine(folder, enforce_eager=True, **options)
+    want = [greedy(eager, [p], 8)[0] for p in prompts]
     engine = toy_engine(folder, **options)
-    graphs = engine.runner.prompt_graphs
-    assert graphs is not None
-    replayed = []
-    real = graphs.run
-    graphs.run = lambda inputs: replayed.append(real(inputs)) or replayed[-1]  # type: ignore[method-assign]
+    assert any("replayed beside the same kernels" in line for line in engine.facts.report), engine.facts.report
+    prompts_replayed = engine.runner.prompt_graphs
+    assert prompts_replayed is not None and engine.runner.graphs is not None
+    replayed: list[Any] = []
+    real = prompts_replayed.run
+    prompts_replayed.run = lambda inputs: replayed.append(real(inputs)) or replayed[-1]  # type: ignore[method-assign]
     found = [greedy(engine, [p], 8)[0] for p in prompts]
+    alone = len([r for r in replayed if r is not None])
+    assert alone == len(prompts) - 1, "one token alone is a decode"
     found_together = greedy(engine, prompts, 8)
-    assert len([r for r in replayed if r is not None]) >= len(prompts)
+    assert len([r for r in replayed if r is not None]) > alone
     for texts in (found, found_together):
         differences = [first_clear_difference(a, b, 0.1) for a, b in zip(want, texts, strict=True)]
         assert not any(differences), differences
