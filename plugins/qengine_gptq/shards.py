@@ -10,7 +10,7 @@ import torch
 from qengine.plugin import LinearShard
 from qengine_gptq.layout import unpack
 from qengine_gptq.order import read_order
-from qengine_gptq.zeros import ZeroRule, doubt, read_zeros
+from qengine_gptq.zeros import ZeroRule, contradiction, read_zeros
 
 
 @dataclass
@@ -67,7 +67,8 @@ def check_scales(shards: Sequence[LinearShard]) -> None:
 def decode(
     shard: LinearShard, bits: int, group_size: int, rule: ZeroRule, act_order: bool, device: torch.device
 ) -> tuple[Decoded, list[tuple[str, str]]]:
-    """Consumes the shard's tensors but its bias. Also returns notes for the report."""
+    """Consumes the shard's tensors but its bias. Also returns notes for the report. Raises ValueError naming the shard
+    where g_idx is no map of its inputs or the zeros are not stored as the config says."""
     name, k, tensors = shard.spec.name, shard.spec.in_features, shard.tensors
     scales = tensors.pop("scales")
     try:
@@ -79,8 +80,9 @@ def decode(
     if order is not None:
         order = order.to(device)
         codes = codes.index_select(0, order)
-    doubtful = None if zeros is None else doubt(codes, zeros, bits, group_size, rule.stored)
-    notes = [(name, note) for note in (about_order, about_zeros, doubtful) if note is not None]
+    if zeros is not None and (wrong := contradiction(codes, zeros, bits, group_size, rule.stored)) is not None:
+        raise ValueError(f"{name}: {wrong}")
+    notes = [(name, note) for note in (about_order, about_zeros) if note is not None]
     return Decoded(codes, scales.to(device), zeros, order, group_size, bits), notes
 
 

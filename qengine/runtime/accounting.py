@@ -43,9 +43,9 @@ class Balance:
         return None
 
 
-def first_names(names: Collection[str], limit: int = LISTED) -> str:
+def first_names(names: Collection[str], limit: int = LISTED, between: str = ", ") -> str:
     """The first names and the number of the others."""
-    shown = ", ".join(list(names)[:limit])
+    shown = between.join(list(names)[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 
 

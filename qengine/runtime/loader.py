@@ -164,7 +164,7 @@ def load(plan: LoadPlan, progress: Progress | None = None, store: OffloadStore |
     start = time.perf_counter()
     process = psutil.Process()
     peak = process.memory_info().rss
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}
     give_back = Trimmer()
     for done, (leaf, names) in enumerate(_in_a_row(plan.order, store), 1):
         tensors = {name: plan.source.read(name) for name in names}
@@ -172,8 +172,8 @@ def load(plan: LoadPlan, progress: Progress | None = None, store: OffloadStore |
         try:
             leaf.load(tensors)
         except ValueError as e:
-            own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else []
-            refused.append(str(e) if any(name in str(e) for name in own) else f"{leaf.name}: {e}")
+            module, reason = _blamed(leaf, str(e))
+            refused.setdefault(reason, []).append(module)
         else:
             if store is not None:
                 store.loaded(leaf)
@@ -183,7 +183,9 @@ def load(plan: LoadPlan, progress: Progress | None = None, store: OffloadStore |
         if progress is not None:
             progress(done, len(plan.order), leaf.name)
     if refused:
-        raise CheckpointError(f"{len(refused)} module(s) hold data that cannot be used: {first_names(refused)}")
+        count = sum(map(len, refused.values()))
+        told = [f"{first_names(own)}: {reason}" if any(own) else reason for reason, own in refused.items()]
+        raise CheckpointError(f"{count} module(s) hold data that cannot be used: {first_names(told, between='; ')}")
     sizes = _measured_bytes([leaf for leaf, _ in plan.order], plan.info)
     ops = [op for leaf, _ in plan.order if isinstance(leaf, Linear) for op in leaf.ops]
     warnings = grouped(note for op in ops for note in op.notes)
@@ -194,6 +196,16 @@ def load(plan: LoadPlan, progress: Progress | None = None, store: OffloadStore |
             f"planned {plan.bytes_by_format}, loaded {sizes}"
         )
     return report
+
+
+def _blamed(leaf: Leaf, text: str) -> tuple[str, str]:
+    """The module that an error is about and the reason alone, which others may share; no module where the text names
+    its own within."""
+    own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else []
+    for name in own:
+        if text.startswith(f"{name}: "):
+            return name, text.removeprefix(f"{name}: ")
+    return ("" if any(name in text for name in own) else leaf.name), text
 
 
 def _in_a_row(

@@ -74,6 +74,7 @@ def shifted_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
         return zeros - 1, None
 
     monkeypatch.setattr(shards, "read_zeros", wrong)
+    monkeypatch.setattr(shards, "contradiction", lambda *_: None)
 
 
 def reversed_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,29 @@ def test_wrong_readings_miss_it(
 ) -> None:
     misread(monkeypatch)
     assert_misses_reference(checkpoints / name)
+
+
+def asymmetric(name: str) -> bool:
+    config = settings(name)
+    return not config.get("sym", True) and config["bits"] <= 4
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if asymmetric(name)])
+def test_a_wrong_checkpoint_format_is_refused(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    """Asymmetric zeros under the other convention's name: told from the weights' mean."""
+    for file in (checkpoints / name).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = config["quantization_config"]
+    stored = own.get("checkpoint_format", own.get("format", "gptq"))
+    other = "gptq" if stored == "gptq_v2" else "gptq_v2"
+    own |= {"checkpoint_format": other, "format": other}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = f"more: qzeros read as {other}, .* checkpoint_format {stored} would work"
+    with pytest.raises(CheckpointError, match=said) as e:
+        load_logits(tmp_path)
+    assert len(str(e.value)) < 1000
 
 
 def plain(g_idx: torch.Tensor) -> torch.Tensor:

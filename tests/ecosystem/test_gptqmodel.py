@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM
 from checkpoint_logits import checkpoint_root, folders, load_logits, meets_reference
 from gptq_files import Style, make_tiny_gptq
 from load_model import load_folder
+from qengine.errors import CheckpointError
 from torch_kv import PagedRun
 from toy_models import make_tiny, make_tiny_awq
 from written_models import make_written
 
 IDS = [[72, 101, 108, 108, 111, 256, 3, 200], [9, 8, 7, 6, 5, 4, 3, 2]]
+ROWS = torch.randint(0, 250, (8, 32), generator=torch.Generator().manual_seed(1)).tolist()
 LEAST = 0.999
 """Their CPU kernels compute in float16, some with a rounded zero point."""
 COARSE = 0.998
@@ -112,11 +114,29 @@ def test_what_gptqmodel_writes(name: str, tmp_path: Path) -> None:
     """Quantised by GPTQModel; its own forward pass is the reference."""
     make_tiny(tmp_path / "base", dtype="bfloat16")
     model = GPTQModel.load(str(tmp_path / "base"), QUANTISED[name], dtype=torch.bfloat16)
-    rows = torch.randint(0, 250, (8, 32), generator=torch.Generator().manual_seed(1)).tolist()
-    model.quantize([{"input_ids": row, "attention_mask": [1] * 32} for row in rows], batch_size=1)
+    model.quantize([{"input_ids": row, "attention_mask": [1] * 32} for row in ROWS], batch_size=1)
     model.save(str(tmp_path / "made"))
     want = logits_of(GPTQModel.load(str(tmp_path / "made"), device="cpu", dtype=torch.bfloat16).model, IDS)
     got = torch.stack(PagedRun(load_folder(tmp_path / "made"), IDS).run())
     assert meets_reference(got, want, COARSE) is None
     base = torch.stack(PagedRun(load_folder(tmp_path / "base"), IDS).run())
     assert torch.cosine_similarity(got, base, dim=-1).min() < 0.999, "control: nothing was quantised"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_asymmetric_zeros_under_the_wrong_name_are_refused(bits: int, tmp_path: Path) -> None:
+    """What GPTQModel calibrates is centred enough to tell v1 zeros from v2's."""
+    make_tiny(tmp_path / "base", dtype="bfloat16")
+    config = GPTQConfig(bits=bits, group_size=32, sym=False, desc_act=False, offload_to_disk=False)
+    model = GPTQModel.load(str(tmp_path / "base"), config, dtype=torch.bfloat16)
+    model.quantize([{"input_ids": row, "attention_mask": [1] * 32} for row in ROWS], batch_size=1)
+    model.save(str(tmp_path / "made"))
+    load_folder(tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    own = config["quantization_config"]
+    stored = own["checkpoint_format"]
+    other = "gptq_v2" if stored == "gptq" else "gptq"
+    own |= {"checkpoint_format": other, "format": other}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"^\d+ module.* checkpoint_format {stored} would work"):
+        load_folder(tmp_path / "made")

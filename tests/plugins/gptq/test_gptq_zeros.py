@@ -9,7 +9,7 @@ from gptq_files import Style, pack_outputs, quantize, store_zeros
 from qengine.plugin import LinearShard, LinearSpec
 from qengine_gptq.backend import GptqScheme
 from qengine_gptq.shards import decode
-from qengine_gptq.zeros import ZeroRule, read_zeros
+from qengine_gptq.zeros import ZeroRule, contradiction, read_zeros
 
 SPEC = LinearSpec("m", 64, 32)
 V1_WORDS = {2: 0x55555555, 3: 0xDB6DB6DB, 4: 0x77777777, 8: 0x7F7F7F7F}
@@ -104,18 +104,50 @@ def test_the_documented_words() -> None:
     assert note is not None and "AutoGPTQ spoils" in note
 
 
+def decoded_notes(tensors: dict[str, torch.Tensor], shape: tuple[int, int], bits: int, read_as: str) -> list[str]:
+    """What is said of asymmetric tensors of a weight of `shape`, in groups of 32."""
+    n, k = shape
+    shard = LinearShard(LinearSpec("m", k, n), dict(tensors))
+    rule = ZeroRule(read_as, False)  # type: ignore[arg-type]
+    return [text for _, text in decode(shard, bits, 32, rule, False, torch.device("cpu"))[1]]
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("stored", ["gptq", "gptq_v2"])
-def test_the_wrong_convention_of_asymmetric_zeros_is_noticed(bits: int, stored: str) -> None:
-    """Which convention a file has can't be known for sure, but a wrong one shows in the weights' mean."""
-    torch.manual_seed(bits)
-    tensors, _ = quantize(torch.randn(64, 96), Style(bits, 64, False, stored))
-    for read_as in ("gptq", "gptq_v2"):
-        rule = ZeroRule(read_as, False)  # type: ignore[arg-type]
-        shard = LinearShard(LinearSpec("m", 96, 64), dict(tensors))
-        _, notes = decode(shard, bits, 64, rule, False, torch.device("cpu"))
-        texts = [text for _, text in notes if "checkpoint_format may be wrong" in text]
-        assert bool(texts) == (read_as != stored and bits < 8)
+def test_the_wrong_convention_of_asymmetric_zeros_is_refused(bits: int, stored: str) -> None:
+    """Shown by the weights' mean; steps of 8 bits are too small for that."""
+    tensors, _ = quantize(torch.randn(128, 112), Style(bits, 32, False, stored, by_word=bits != 3))
+    other = "gptq" if stored == "gptq_v2" else "gptq_v2"
+    decoded_notes(tensors, (128, 112), bits, stored)
+    if bits == 8:
+        decoded_notes(tensors, (128, 112), bits, other)
+        return
+    with pytest.raises(ValueError, match=rf"^m: qzeros read as {other}, .* checkpoint_format {stored} would work$"):
+        decoded_notes(tensors, (128, 112), bits, other)
+
+
+@pytest.mark.parametrize("steps", [-2.0, -0.5, 1.0])
+def test_weights_with_a_mean_are_no_wrong_convention(steps: float) -> None:
+    """What no mix-up of conventions explains is let through: v1 zeros read as v2 are off to the other side."""
+    tensors, _ = quantize(torch.rand(128, 112) - 0.5 + steps / 15, Style(4, 32, False))
+    assert decoded_notes(tensors, (128, 112), 4, "gptq") == []
+
+
+def test_few_codes_and_zeros_that_are_noise_say_nothing() -> None:
+    few, _ = quantize(torch.randn(32, 64), Style(4, 32, False, "gptq_v2"))
+    assert decoded_notes(few, (32, 64), 4, "gptq") == []
+    noise, _ = quantize(torch.rand(64, 96) - 0.5, Style(4, 32, False))
+    noise["qzeros"] = pack_outputs((torch.arange(192) % 14).reshape(3, 64), 4)  # on average a step lower than the codes
+    assert decoded_notes(noise, (64, 96), 4, "gptq_v2") == []
+
+
+@pytest.mark.parametrize("group", [32, 1024])
+def test_a_part_of_many_outputs_is_as_telling(group: int) -> None:
+    codes = torch.randint(0, 15, (1024, 4096), dtype=torch.uint8)  # 7 on average
+    zeros = torch.randint(6, 9, (1024 // group, 4096), dtype=torch.uint8)  # 7 on average too
+    assert contradiction(codes, zeros, 4, group, "gptq") is None
+    assert contradiction(codes, zeros + 1, 4, group, "gptq") is not None
+    assert contradiction(codes, zeros + 1, 4, group, "gptq_v2") is None
 
 
 def test_gptqmodel_stores_three_bits_by_field() -> None:
