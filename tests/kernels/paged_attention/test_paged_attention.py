@@ -211,6 +211,40 @@ def test_empty_sequence_gives_zero(device: torch.device) -> None:
     assert_close("other row", got[:1], reference(case, spec)[:1], 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ["template", "gather"])
+@pytest.mark.parametrize("functions", [DENSE, E4M3], ids=["float16", "e4m3"])
+def test_pools_whose_offsets_leave_32_bits(functions: KVFunctions, route: str) -> None:
+    """Blocks that begin 4.5 GiB into the storage, written by both kernels that write, read by decodes and prefills."""
+    device = torch.device("cuda")
+    spec = spec_of((4, 2, 64))
+    case = paged_case(spec, *STEPS["mixed"], torch.float16, device)
+    keys, values = case.cached(case.keys), case.cached(case.values)
+    if functions is E4M3:
+        case.keys, case.values = (x.to(torch.float8_e4m3fn).float() for x in (case.keys, case.values))
+    want = reference(case, spec)
+    side = SideLayout.dense(spec, 16, torch.uint8 if functions is E4M3 else torch.float16)
+    layout = KVLayout.of(16, side, side)
+    far = (9 << 29) // layout.block_bytes
+    storage = torch.empty((far + len(case.keys), layout.block_bytes), dtype=torch.uint8, device=device)
+    ones = torch.ones(2, device=device)
+    cache = TritonPagedKV(
+        storage, layout, spec, ones, ones, functions, functions, False, torch.float16, prefill=route  # type: ignore[arg-type]
+    )
+    group = case.batch.groups[0]
+    group.block_tables += far
+    group.slot_mapping = case.slots + 16 * far
+    rest = torch.ones(len(keys), 32, device=device)
+    for rotating in (False, True):
+        storage[0], storage[far:] = 0, 255
+        if rotating:  # by no angle
+            q = torch.zeros(len(keys), 4, 64, dtype=torch.float16, device=device)
+            cache.rotate_and_write(q, keys.half(), values.half(), rest, rest - 1, case.batch, 0)
+        else:
+            cache.write(keys.half(), values.half(), case.batch, 0)
+        assert_close(f"rotating {rotating}", attend(cache, case), want, 2e-3)
+
+
 def test_wrong_readings_fail() -> None:
     """Control: the comparison notices a shifted causal mask, a wrong block order and swapped KV heads."""
     spec = spec_of((4, 2, 64))
