@@ -15,9 +15,11 @@ from qengine.core.swap_policy import SwapMode
 from qengine.errors import CapacityError
 from qengine.runtime import device as devices
 from qengine.runtime import report
+from qengine.runtime.capture import free_memory
 from qengine.runtime.decide import Built, decide
 from qengine.runtime.engine import Engine
 from qengine.runtime.facts import EngineFacts
+from qengine.runtime.graph_check import check_graphs
 from qengine.runtime.graphs import capture_decodes
 from qengine.runtime.kv_cache import KVCache, allocate
 from qengine.runtime.kv_dtypes import block_bytes_line
@@ -132,6 +134,7 @@ def _capture(b: Built, runner: Runner) -> list[str]:
         return ["CUDA graphs: none (--enforce-eager)"]
     m = b.memory
     graphs, line = capture_decodes(
+    free = free_memory(b.device)
         b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device,
         runner.weights,
     )  # fmt: skip
@@ -141,7 +144,9 @@ def _capture(b: Built, runner: Runner) -> list[str]:
         lines.append(line)
     runner.use_graphs(graphs)
     runner.cache.zero_blocks([0])
+    lines += check_graphs(runner, m.max_model_len - 1)
     return lines
+    lines.append(report.graph_memory_line(m.inputs.graphs, free - free_memory(b.device), m.inputs.total))
 
 
 def _scale_version(scales: ResolvedScales) -> str:

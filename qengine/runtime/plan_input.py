@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qengine.config import EngineConfig
-from qengine.core.memory import ActivationShape, activation_bytes, group_layers, storage_bytes
+from qengine.core.memory import ActivationShape, captured_bytes, group_layers, storage_bytes
 from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
 from qengine.errors import CapabilityError, ConfigError
@@ -17,7 +17,7 @@ from qengine.models.model import Model
 from qengine.plugin import DeviceInfo, KVLayout
 from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime import device as devices
-from qengine.runtime.graphs import graph_bytes
+from qengine.runtime.graphs import graph_bytes, graph_sizes
 from qengine.runtime.kv_cache import layer_layouts
 from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
@@ -28,6 +28,7 @@ from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.gathered import SCORE_BYTES
 
+from qengine_kernels.wna16_gemm import SCRATCH_BYTES
 GPU_RESERVE = 256 << 20
 """Left free on a GPU: the driver's context, library handles, fragments between allocations."""
 CPU_RESERVE = 512 << 20
@@ -97,7 +98,7 @@ def plan_input(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         kv_default=None if machine.is_gpu else CPU_KV_DEFAULT,
         reserve=GPU_RESERVE if machine.is_gpu else CPU_RESERVE,
-        graphs=_graph_bytes(config, model, dtype, info, len(groups)),
+        graphs=_graph_bytes(config, model, dtype, info, len(groups), weights.workspace),
         length_bytes=_length_bytes(model, dtype) if gathers(info) else 0,
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
         units=weights.units,
@@ -151,16 +152,22 @@ def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
     return max(unpacked, SCORE_BYTES if gathers(info) else 0)
 
 
-def _graph_bytes(config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int) -> int:
+def _graph_bytes(
+    config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int, workspace: int
+) -> int:
+    """Fixed buffers, what the driver keeps, and the one pool for the tensors of all captured steps."""
     if info.type != "cuda" or config.enforce_eager:
         return 0
     blocks = -(-(config.max_model_len or model.max_position) // config.block_size)
     hidden, vocab, tokens = model.hidden_size, model.vocab_size, batched_tokens(config, info)
-    decodes = graph_bytes(config.max_num_seqs, hidden, vocab, dtype.itemsize, blocks * num_groups)
-    if gathers(info) or not (sizes := prompt_sizes(tokens)):
-        return decodes
-    steps = activation_bytes(_shape(model, dtype, info, 0), sizes[-1], SEQUENCES)
-    return decodes + prompt_graph_bytes(tokens, hidden, vocab, dtype.itemsize) + steps
+    kept = graph_bytes(config.max_num_seqs, hidden, vocab, dtype.itemsize, blocks * num_groups)
+    shape = _shape(model, dtype, info, min(workspace, SCRATCH_BYTES))
+    rows = graph_sizes(config.max_num_seqs)[-1]
+    pool = captured_bytes(shape, rows, rows)
+    if not gathers(info) and (sizes := prompt_sizes(tokens)):
+        kept += prompt_graph_bytes(tokens, hidden, vocab, dtype.itemsize)
+        pool = max(pool, captured_bytes(shape, sizes[-1], SEQUENCES))
+    return kept + pool
 
 
 def _alternatives(
