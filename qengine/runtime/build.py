@@ -133,8 +133,8 @@ def _capture(b: Built, runner: Runner) -> list[str]:
     if b.config.enforce_eager:
         return ["CUDA graphs: none (--enforce-eager)"]
     m = b.memory
-    graphs, line = capture_decodes(
     free = free_memory(b.device)
+    graphs, line = capture_decodes(
         b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device,
         runner.weights,
     )  # fmt: skip
@@ -143,10 +143,10 @@ def _capture(b: Built, runner: Runner) -> list[str]:
         runner.prompt_graphs, line = capture_prompts(b.model, b.batched_tokens, graphs, runner.weights)
         lines.append(line)
     runner.use_graphs(graphs)
-    runner.cache.zero_blocks([0])
     lines += check_graphs(runner, m.max_model_len - 1)
-    return lines
+    runner.cache.zero_blocks([0])
     lines.append(report.graph_memory_line(m.inputs.graphs, free - free_memory(b.device), m.inputs.total))
+    return lines
 
 
 def _scale_version(scales: ResolvedScales) -> str:

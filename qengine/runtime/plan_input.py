@@ -27,8 +27,8 @@ from qengine.runtime.prompt_graphs import SEQUENCES, prompt_graph_bytes, prompt_
 from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.gathered import SCORE_BYTES
-
 from qengine_kernels.wna16_gemm import SCRATCH_BYTES
+
 GPU_RESERVE = 256 << 20
 """Left free on a GPU: the driver's context, library handles, fragments between allocations."""
 CPU_RESERVE = 512 << 20
