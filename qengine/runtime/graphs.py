@@ -114,8 +114,6 @@ class DecodeGraphs:
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
-        if inputs.fixed is None:
-            return None
         size, n = self.fill(inputs), inputs.batch.num_seqs
         if size is None:
             return None
@@ -124,6 +122,8 @@ class DecodeGraphs:
 
     def fill(self, inputs: StepInputs) -> int | None:
         """Put a step into the buffers; the size to run, None for a step that must run eagerly."""
+        if inputs.fixed is None:
+            return None
         batch = inputs.batch
         n = batch.num_seqs
         self.fixed.copy_(inputs.fixed)

@@ -95,8 +95,6 @@ class PromptGraphs:
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(hidden [n, H], logits float32 [samples, V]) of a step of n tokens, overwritten by the next one; None for a
         step that must run eagerly."""
-        batch = inputs.batch
-        n, count, samples = batch.num_tokens, batch.num_seqs, len(inputs.sample_rows)
         size = self.fill(inputs)
         if size is None:
             return None
@@ -105,6 +103,8 @@ class PromptGraphs:
 
     def fill(self, inputs: StepInputs) -> int | None:
         """Put a step into the buffers; the size to run, None for a step that must run eagerly."""
+        batch = inputs.batch
+        n, count, samples = batch.num_tokens, batch.num_seqs, len(inputs.sample_rows)
         if n > self.sizes[-1] or count > self.rows or batch.max_seq_len > LONGEST:
             return None
         self.token_ids[:n].copy_(inputs.token_ids)
