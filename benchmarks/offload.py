@@ -144,6 +144,9 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
         steps = found["pinned_rate"] / copied
         found["ceiling_steps"] = steps
         found |= {"share_1": found["decode_1"] / steps, "share_8": found["decode_8"] / steps / 8}
+    stats = timed.engine.stats()
+    if stats.expert_cache_queries:
+        found |= {"expert_cache_queries": stats.expert_cache_queries, "expert_cache_hits": stats.expert_cache_hits}
     apart = [re.search(r"Weights and KV cache: planned .* \(([\d.]+)% apart\)", line) for line in facts.report]
     return found | {
         "offloaded_bytes": sum(sizes), "copied_bytes": copied,

@@ -136,6 +136,15 @@ class EngineConfig:
         group=MEMORY,
         metavar="NAMES",
     )
+    expert_slots: int | None = option(
+        0,
+        "With --cpu-offload-gb on a mixture of experts: offload experts only, and keep so many of each offloaded layer "
+        "on the GPU too, those used last. Steps of up to N / (experts a token) tokens then copy only experts that they "
+        "ask for and that have no slot, larger steps whole layers. auto: as many as fit. 0: every step copies whole "
+        "layers",
+        group=MEMORY,
+        metavar="N|auto",
+    )
     swap_space: float = option(
         0.0,
         "GiB of pinned host memory for KV blocks of preempted sequences and evicted prefixes, which come back as they "
@@ -222,6 +231,12 @@ def check_config(c: EngineConfig) -> None:
     if c.offload_layers is not None and c.cpu_offload_gb == 0:
         raise ConfigError(
             "--offload-layers chooses what --cpu-offload-gb may move", have="--cpu-offload-gb 0", need="N or auto"
+        )
+    if c.expert_slots is not None and not 0 <= c.expert_slots < 2**31:
+        raise ConfigError("--expert-slots is out of range", have=c.expert_slots, need="0 or more experts, or auto")
+    if c.expert_slots != 0 and c.cpu_offload_gb == 0:
+        raise ConfigError(
+            "--expert-slots are for experts that --cpu-offload-gb moves", have="--cpu-offload-gb 0", need="N or auto"
         )
     if not 0 <= c.swap_space < 2**30:
         raise ConfigError("--swap-space is out of range", have=c.swap_space, need="0 or more GiB")

@@ -68,6 +68,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_slots_wasted: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    expert_cache_queries: int = 0
+    expert_cache_hits: int = 0
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     host_blocks_cached: int = 0

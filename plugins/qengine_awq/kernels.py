@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -105,6 +106,11 @@ class AwqCudaExperts(ExpertsOp):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return self.experts.buffers()
+
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> AwqCudaExperts:
+        slots = copy(self)
+        slots.experts = self.experts.over(stacks)
+        return slots
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None

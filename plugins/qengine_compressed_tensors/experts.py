@@ -6,7 +6,8 @@ reading weights. Above `most_pairs` each expert's own linear runs, as it would w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 
 import torch
 
@@ -26,23 +27,33 @@ Bind = Callable[[Sequence[LinearShard]], LinearOp]
 class GroupedExperts(ExpertsOp):
     """What the three kinds share."""
 
+    experts: PackedExperts | ByteExperts
+
     def __init__(self, spec: LinearSpec, count: int, chip: Chip) -> None:
         self.in_features, self.out_features = spec.in_features, spec.out_features
         self.chip = chip
         self.most_pairs = most_pairs(chip, count)
 
-    def _grouped(
-        self, experts: PackedExperts | ByteExperts, unpack: object, x: torch.Tensor, pairs: ExpertPairs, combine: bool
-    ) -> torch.Tensor:
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.experts.buffers()
+
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> GroupedExperts:
+        slots = copy(self)
+        slots.experts = self.experts.over(stacks)
+        return slots
+
+    def _grouped(self, unpack: object, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None
         return grouped_matmul(
-            x, experts.weights, pairs.order, pairs.offsets, pairs.top_k, unpack, weights, self.chip
+            x, self.experts.weights, pairs.order, pairs.offsets, pairs.top_k, unpack, weights, self.chip
         )
 
 
 class PackedCudaExperts(GroupedExperts):
     """Integer codes in words. `reordered`: each expert sorts its inputs in its own way; where an expert's shards differ
     in that, or have other scales than the rest, all experts run one after the other."""
+
+    experts: PackedExperts
 
     def __init__(self, spec: LinearSpec, count: int, reordered: bool, chip: Chip, bind_one: Bind) -> None:
         super().__init__(spec, count, chip)
@@ -71,15 +82,14 @@ class PackedCudaExperts(GroupedExperts):
         self.bits = op.bits
         return True
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return self.experts.buffers()
-
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
-        return self._grouped(self.experts, UNPACK[self.bits], x, pairs, combine)
+        return self._grouped(UNPACK[self.bits], x, pairs, combine)
 
 
 class Int8CudaExperts(GroupedExperts):
     """int8 weights, a scale an output row."""
+
+    experts: ByteExperts
 
     def __init__(self, spec: LinearSpec, count: int, chip: Chip, bind_one: Bind) -> None:
         super().__init__(spec, count, chip)
@@ -92,16 +102,15 @@ class Int8CudaExperts(GroupedExperts):
         op.kernel = describe("Triton W8A16 on int8 weights", self.most_pairs)
         return op
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return self.experts.buffers()
-
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
-        return self._grouped(self.experts, int8_decode, x, pairs, combine)
+        return self._grouped(int8_decode, x, pairs, combine)
 
 
 class Fp8CudaExperts(GroupedExperts):
     """e4m3 weights with scales by row or block. `bind_one` hands an expert's weight to its second argument and keeps
     what that returns: the same weight, held in the stack."""
+
+    experts: ByteExperts
 
     def __init__(
         self,
@@ -118,8 +127,5 @@ class Fp8CudaExperts(GroupedExperts):
         op.kernel = describe("Triton W8A16 on FP8 weights", self.most_pairs)
         return op
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return self.experts.buffers()
-
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
-        return self._grouped(self.experts, e4m3_decode_finite, x, pairs, combine)
+        return self._grouped(e4m3_decode_finite, x, pairs, combine)

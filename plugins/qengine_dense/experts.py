@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 
@@ -29,6 +30,11 @@ class DenseCudaExperts(ExpertsOp):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return self.experts.buffers()
+
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> DenseCudaExperts:
+        slots = copy(self)
+        slots.experts = self.experts.over(stacks)
+        return slots
 
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
         weights = pairs.weights if combine else None

@@ -2,6 +2,9 @@
 
 Offloaded layers are copied into two buffers in turn, so that one is filled while the other is computed with. They are
 spread evenly over the model, so that copies and computation overlap. Every step copies all of them, experts included.
+
+With slots on the device for some experts of each layer only experts are offloaded, and a step of few tokens copies
+those that it asks for and that have no slot; larger steps copy whole layers.
 """
 
 from __future__ import annotations
@@ -17,26 +20,36 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """What of one decoder layer may leave the device, and the bytes that it keeps."""
+    """What of one decoder layer may leave the device, and the bytes that it keeps. `experts`, where these are all that
+    may leave: how many there are, of which a token takes `top_k`."""
 
     name: str
     nbytes: int
+    experts: int = 0
+    top_k: int = 0
+
+    def bytes_of_experts(self, count: int) -> int:
+        """What so many of the experts keep, at most all."""
+        return self.nbytes * min(count, self.experts) // self.experts if self.experts else 0
 
 
 @dataclass(frozen=True)
 class Offload:
     """`units` are indices of offloaded layers, ascending; `nbytes` what they keep in host memory, `buffers` what the
-    copies need on the device, `step_bytes` what each step copies."""
+    copies need on the device, `step_bytes` what each step copies. `slots` is what expert slots take on the device,
+    `token_bytes` the experts of one token in all these layers: what a step of one token copies at most with slots."""
 
     units: tuple[int, ...] = ()
     nbytes: int = 0
     buffers: int = 0
     step_bytes: int = 0
+    slots: int = 0
+    token_bytes: int = 0
 
     @property
     def saved(self) -> int:
         """Device memory that becomes free: nothing for the first two layers, which have a buffer each."""
-        return self.nbytes - self.buffers
+        return self.nbytes - self.buffers - self.slots
 
 
 def spread(count: int, chosen: int) -> tuple[int, ...]:
@@ -59,27 +72,29 @@ def copied_bytes(sizes: Sequence[int]) -> int:
     return sum(sum(own) for own in by_buffer(sizes) if len(own) > 1)
 
 
-def offload_layers(units: Sequence[OffloadUnit], chosen: int) -> Offload:
-    """Offload so many layers."""
+def offload_layers(units: Sequence[OffloadUnit], chosen: int, slots: int = 0) -> Offload:
+    """Offload so many layers, with so many expert slots for each."""
     picked = spread(len(units), chosen)
     sizes = [units[i].nbytes for i in picked]
-    return Offload(picked, sum(sizes), sum(buffer_sizes(sizes)), copied_bytes(sizes))
+    held = sum(units[i].bytes_of_experts(slots) for i in picked)
+    token = sum(units[i].bytes_of_experts(units[i].top_k) for i in picked)
+    return Offload(picked, sum(sizes), sum(buffer_sizes(sizes)), copied_bytes(sizes), held, token if slots else 0)
 
 
-def choices(units: Sequence[OffloadUnit]) -> Iterator[Offload]:
+def choices(units: Sequence[OffloadUnit], slots: int = 0) -> Iterator[Offload]:
     """What can be asked for by a number of bytes: one layer or more, each choice with more bytes than those before."""
     most = 0
     for chosen in range(1, len(units) + 1):
-        found = offload_layers(units, chosen)
+        found = offload_layers(units, chosen, slots)
         if found.nbytes > most:
             most = found.nbytes
             yield found
 
 
-def offload_bytes(units: Sequence[OffloadUnit], asked: int) -> Offload:
+def offload_bytes(units: Sequence[OffloadUnit], asked: int, slots: int = 0) -> Offload:
     """The fewest layers that hold `asked` bytes; as much as can be when that is more than they hold."""
     found = Offload()
-    for choice in choices(units) if asked > 0 else ():
+    for choice in choices(units, slots) if asked > 0 else ():
         found = choice
         if found.nbytes >= asked:
             break
@@ -92,10 +107,10 @@ def bytes_of(gib: float) -> int:
 
 
 def gib_for(units: Sequence[OffloadUnit], offload: Offload) -> float:
-    """A short number for --cpu-offload-gb that gives this choice."""
+    """A short number for --cpu-offload-gb that gives this choice of layers."""
     for digits in range(2, 10):
         scale: int = 10**digits
         gib = offload.nbytes * scale // GIB / scale
-        if bytes_of(gib) > 0 and offload_bytes(units, bytes_of(gib)) == offload:
+        if bytes_of(gib) > 0 and offload_bytes(units, bytes_of(gib)).units == offload.units:
             return gib
     return offload.nbytes / GIB

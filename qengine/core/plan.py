@@ -18,7 +18,8 @@ from qengine.core.step import KVGroupSpec, blocks_for
 LEAST_LEN = 2
 """Shortest useful sequence: a prompt of one token and one to answer."""
 OFFLOAD_LEN = 4096
-"""Tokens of context that automatic offload makes room for when no length is asked for, at most the model's own."""
+"""Tokens of context that automatic offload makes room for when no length is asked for, at most the model's own; also
+what automatic expert slots leave room for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class PlanInput:
     `length_bytes`      for each token of the longest request, what a prompt's attention needs beside the cache
     `alternatives`      other KV dtypes by name: their block_bytes
     `units`, `offload`  decoder layers, and bytes of them that are to live in host memory; None: as many as it takes
+    `expert_slots`      experts of each offloaded layer that are on the device as well; None: as many as fit
     `host_free`         host memory that offloaded layers may take; None: not known
     `swap`              host memory for KV blocks; 0: none
     `step_bytes`        weights that a step of one sequence reads
@@ -63,6 +65,7 @@ class PlanInput:
     alternatives: Mapping[str, int] = field(default_factory=dict)
     units: Sequence[OffloadUnit] = ()
     offload: int | None = 0
+    expert_slots: int | None = 0
     host_free: int | None = None
     swap: int = 0
     step_bytes: int = 0
@@ -81,7 +84,7 @@ class PlanInput:
 
     @cached_property
     def offloaded(self) -> Offload:
-        return offload_bytes(self.units, self.offload or 0)
+        return offload_bytes(self.units, self.offload or 0, self.expert_slots or 0)
 
     @property
     def host_fits(self) -> bool:
@@ -202,6 +205,15 @@ class MemoryPlan:
         return i.link_bandwidth / i.offloaded.step_bytes
 
     @property
+    def slot_ceiling(self) -> float | None:
+        """Steps of one token a second that copying its experts allows where none of them has a slot; None without slots
+        or link speed."""
+        i = self.inputs
+        if not i.offloaded.token_bytes or i.link_bandwidth is None:
+            return None
+        return i.link_bandwidth / i.offloaded.token_bytes
+
+    @property
     def memory_ceiling(self) -> float | None:
         """Steps of one sequence a second that reading the weights allows at most; None without a known bandwidth."""
         i = self.inputs
@@ -219,6 +231,7 @@ class MemoryPlan:
             ("budget", i.budget),
             *((f"weights {name}", size) for name, size in i.weights.items()),
             *((("offloaded to host memory", -moved.nbytes), ("offload buffers", moved.buffers)) if moved.units else ()),
+            *(((f"expert slots ({i.expert_slots} a layer)", moved.slots),) if moved.slots else ()),
             ("activations (peak)", i.activations),
             *((("gathered for the longest prompt", i.gathered),) if i.length_bytes else ()),
             ("graphs", i.graphs),
@@ -244,7 +257,13 @@ class MemoryPlan:
             lines.append(f"at most {rate:.1f} steps/s for one sequence: {read} of weights are read in a step")
         if (rate := self.offload_ceiling) is not None:
             moved = f"{format_bytes(i.offloaded.step_bytes)} over {(i.link_bandwidth or 0) / 1e9:.1f} GB/s"
-            lines.append(f"at most {rate:.2f} steps/s with this offload: {moved}")
+            whole = " that copy whole layers" if i.offloaded.slots else " with this offload"
+            lines.append(f"at most {rate:.2f} steps/s{whole}: {moved}")
+        if (rate := self.slot_ceiling) is not None:
+            lines.append(
+                f"at most {rate:.1f} steps/s of one token when none of its experts has a slot "
+                f"({format_bytes(i.offloaded.token_bytes)}), {2 * rate:.1f} when half of them have, and so on"
+            )
         return lines
 
     def lines(self) -> list[str]:
@@ -260,6 +279,8 @@ class MemoryPlan:
 
 def attempt(inputs: PlanInput) -> MemoryPlan | None:
     """The plan, or None when something does not fit (`qengine.core.refusal` says what, and what would)."""
+    if inputs.expert_slots is None:
+        return _slotted(inputs)
     if inputs.offload is None:
         return _offloaded(inputs)
     if inputs.model_max_len < LEAST_LEN or (inputs.max_model_len or 0) > inputs.model_max_len:
@@ -305,7 +326,7 @@ def _offloaded(inputs: PlanInput) -> MemoryPlan | None:
     resident = attempt(replace(inputs, offload=0))
     if resident is not None and resident.max_model_len >= goal:
         return resident
-    for choice in choices(inputs.units):
+    for choice in choices(inputs.units, inputs.expert_slots or 0):
         found = attempt(replace(inputs, offload=choice.nbytes, max_model_len=goal))
         if found is not None:
             return found
@@ -313,6 +334,26 @@ def _offloaded(inputs: PlanInput) -> MemoryPlan | None:
     if everything is None or (resident is not None and resident.max_model_len >= everything.max_model_len):
         return resident
     return everything
+
+
+def _slotted(inputs: PlanInput) -> MemoryPlan | None:
+    """As many expert slots as leave room for the length asked for, or OFFLOAD_LEN. Where offload is automatic too and
+    not everything fits on the device, experts of all layers are offloaded: few misses in every layer cost less than
+    many in some. Where not even the experts of one token have room, none."""
+    goal = inputs.max_model_len or min(inputs.model_max_len, OFFLOAD_LEN)
+    without = replace(inputs, expert_slots=0)
+    if inputs.offload is None:
+        resident = attempt(replace(without, offload=0))
+        if resident is not None and resident.max_model_len >= goal:
+            return resident
+    moved = replace(inputs, offload=most_offload(inputs)) if inputs.offload is None else inputs
+
+    def at(slots: int) -> MemoryPlan | None:
+        return attempt(replace(moved, expert_slots=slots, max_model_len=goal))
+
+    least = max((unit.top_k for unit in inputs.units), default=1)
+    most = largest(lambda slots: at(slots) is not None, least, max((u.experts for u in inputs.units), default=0))
+    return attempt(without) if most is None else at(most)
 
 
 def most_offload(inputs: PlanInput) -> int:

@@ -24,6 +24,7 @@ FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "max_model_len": "--max-model-len",
     "cpu_offload_gb": "--cpu-offload-gb",
+    "expert_slots": "--expert-slots",
 }
 
 
@@ -35,15 +36,21 @@ class Change:
     inputs: PlanInput
 
     def text(self) -> str:
-        return " ".join(f"{FLAGS[name]} {value}" for name, value in self.fields.items())
+        return " ".join(f"{FLAGS[name]} {'auto' if value is None else value}" for name, value in self.fields.items())
 
 
 def plan(inputs: PlanInput) -> MemoryPlan:
     """Divide the memory. Raises CapacityError when it can't be: have, need, and what would fit."""
     found = attempt(inputs)
     if found is None:
-        raise _refusal(inputs if inputs.offload is not None else replace(inputs, offload=most_offload(inputs)))
+        raise _refusal(_with_least(inputs))
     return found
+
+
+def _with_least(inputs: PlanInput) -> PlanInput:
+    """What is automatic, with as little on the device as can be."""
+    offload = most_offload(inputs) if inputs.offload is None else inputs.offload
+    return replace(inputs, offload=offload, expert_slots=inputs.expert_slots or 0)
 
 
 def _refusal(inputs: PlanInput) -> CapacityError:
@@ -129,6 +136,28 @@ def _length(i: PlanInput) -> Iterator[Change]:
         yield Change({"max_model_len": most}, replace(i, max_model_len=most))
 
 
+def _slots(i: PlanInput) -> Iterator[Change]:
+    """Fewer expert slots, as long as they hold the experts of a token."""
+
+    def fits(slots: int) -> bool:
+        return attempt(replace(i, expert_slots=slots)) is not None
+
+    least = max((unit.top_k for unit in i.units), default=1)
+    if i.expert_slots and (most := largest(fits, least, i.expert_slots - 1)):
+        yield Change({"expert_slots": most}, replace(i, expert_slots=most))
+
+
+def _automatic_slots(i: PlanInput) -> Iterator[Change]:
+    """As many slots as fit, maybe none, alone or with other changes."""
+    if i.expert_slots:
+        fewer = replace(i, expert_slots=None)
+        yield Change({"expert_slots": None}, fewer)
+        none = replace(i, expert_slots=0)
+        for way in (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together, _offload):
+            for change in way(none):
+                yield Change({"expert_slots": None, **change.fields}, replace(change.inputs, expert_slots=None))
+
+
 def _offload(i: PlanInput) -> Iterator[Change]:
     """Weights in host memory: as few layers as it takes, alone or with other changes. Where no length is asked for, it
     takes room for a useful one, if that can be."""
@@ -137,7 +166,7 @@ def _offload(i: PlanInput) -> Iterator[Change]:
     useful = min(i.model_max_len, OFFLOAD_LEN)
     for length in (i.max_model_len,) if i.max_model_len else (useful, None):
         for start in (Change({}, i), *_dtypes(i), Change(small, tight)):
-            for choice in choices(i.units):
+            for choice in choices(i.units, i.expert_slots or 0):
                 moved = replace(start.inputs, offload=choice.nbytes)
                 if attempt(replace(moved, max_model_len=length)) is not None:
                     yield Change({**start.fields, "cpu_offload_gb": gib_for(i.units, choice)}, moved)
@@ -196,7 +225,9 @@ def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
     """Weights and activations leave no memory for the KV cache (of `num_blocks` ids at least)."""
     cache = num_blocks * inputs.block_bytes
     need = inputs.fixed + cache
-    ways = (_cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together, _offload)
+    ways = (
+        _slots, _cache_bytes, _share, _chunk, _sequences, _length, _dtypes, _together, _offload, _automatic_slots,
+    )  # fmt: skip
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)
@@ -208,6 +239,8 @@ def _no_room(inputs: PlanInput, num_blocks: int) -> CapacityError:
     working = format_bytes(inputs.activations + inputs.gathered)
     if inputs.offloaded.units:
         weights += f", of these in host memory {format_bytes(inputs.offloaded.nbytes)}"
+    if inputs.offloaded.slots:
+        weights += f", expert slots {format_bytes(inputs.offloaded.slots)}"
     return CapacityError(
         "no memory is left for the KV cache",
         have=f"{format_bytes(inputs.budget)} (total {format_bytes(inputs.total)}, free {format_bytes(inputs.free)}, "
@@ -253,7 +286,9 @@ def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
         for change in _dtypes(inputs)
         for name in [change.text()]
     }
-    ways = (_dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together, _offload)
+    ways = (
+        _slots, _dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together, _offload, _automatic_slots,
+    )  # fmt: skip
     change = first_that_fits(change for way in ways for change in way(inputs))
     if change is None:
         hint = _more_memory(inputs)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from qengine.layers.activation import GatedActivation
+from qengine.layers.expert_slots import ExpertSlots
 from qengine.layers.feeds import Feed
 from qengine.layers.linear import Linear, take_shards, whole
 from qengine.layers.module import ModelContext
@@ -85,8 +86,8 @@ class ExpertLinear(Linear):
 class ExpertGroup:
     """The same linear of all experts of a layer; `share` of them are chosen for each token."""
 
-    def __init__(self, share: float = 1.0) -> None:
-        self.share = share
+    def __init__(self, layer: SparseMoE, share: float) -> None:
+        self.layer, self.share = layer, share
         self.leaves: list[ExpertLinear] = []
         self._made: list[ExpertsOp | None] = []
 
@@ -118,7 +119,9 @@ class SparseMoE:
         self.dtype = ctx.dtype
         self.router = Router(ctx, f"{name}.gate", h, spec.num_experts)
         share = spec.top_k / spec.num_experts
-        self.gate_up, self.down = ExpertGroup(share), ExpertGroup(share)
+        self.gate_up, self.down = ExpertGroup(self, share), ExpertGroup(self, share)
+        self.slots: ExpertSlots | None = None
+        """Set where the experts live in host memory, and some of them on the device as well."""
         for e in range(spec.num_experts):
             expert = f"{name}.experts.{e}"
             ExpertLinear(ctx, self.gate_up, [f"{expert}.{names.gate}", f"{expert}.{names.up}"], h, [i, i])
@@ -135,8 +138,13 @@ class SparseMoE:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]; float32 where the compute dtype is float16, whose range a product of
         gate and up can leave in models that were trained in bfloat16."""
-        pairs = self.route(self.router(x))
+        weights, experts = self._choose(self.router(x))
         up, down = self.gate_up.op(), self.down.op()
+        places, count = experts.flatten(), self.spec.num_experts
+        if self.slots is not None and self.slots.use.on:
+            up, down = self.slots.up, self.slots.down
+            places, count = self.slots.named(places), self.slots.count
+        pairs = self._sorted(places, weights, count)
         if up is None or down is None or len(pairs.order) > min(up.most_pairs, down.most_pairs):
             y = self.one_by_one(x, pairs)
         elif self.dtype is torch.float16:
@@ -156,15 +164,24 @@ class SparseMoE:
         return [Feed([down], up, rows) for up, down in zip(self.gate_up.leaves, self.down.leaves, strict=True)]
 
     def route(self, scores: torch.Tensor) -> ExpertPairs:
-        """scores float32 [T, num_experts] -> the pairs. Probabilities over all experts first, then the best of them, as
-        the models were trained."""
+        """scores float32 [T, num_experts] -> the pairs."""
+        weights, experts = self._choose(scores)
+        return self._sorted(experts.flatten(), weights, self.spec.num_experts)
+
+    def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """scores float32 [T, num_experts] -> weights float32 and experts int64, both [T, top_k]. Probabilities over all
+        experts first, then the best of them, as the models were trained."""
         weights, experts = scores.softmax(-1).topk(self.spec.top_k, dim=-1)
         if self.spec.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        ids, order = experts.flatten().sort(stable=True)
+        return weights, experts
+
+    def _sorted(self, places: torch.Tensor, weights: torch.Tensor, count: int) -> ExpertPairs:
+        """places int64 [P]: of each pair its expert, or the slot that holds it, below `count`."""
+        ids, order = places.sort(stable=True)
         if self._numbers is None:
             self._numbers = torch.arange(self.spec.num_experts + 1, device=ids.device)
-        offsets = torch.searchsorted(ids, self._numbers, out_int32=True)
+        offsets = torch.searchsorted(ids, self._numbers[: count + 1], out_int32=True)
         return ExpertPairs(order, offsets, weights.flatten(), self.spec.top_k)
 
     def one_by_one(self, x: torch.Tensor, pairs: ExpertPairs) -> torch.Tensor:

@@ -8,7 +8,7 @@ takes the very device function that the format gives the dense GEMM template.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,18 @@ class ExpertsOp(ABC):
         to live in host memory, the experts are bound by `LinearScheme.bind` and run one after the other.
         """
         return {}
+
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> ExpertsOp | None:
+        """The same operation over slots: `stacks` are other tensors under the names of `buffers`, alike but for their
+        first dimension, the number of slots. Whoever calls puts experts there and names slots instead of experts in
+        `ExpertPairs`: `offsets` has an entry for each slot, and one for the end.
+
+        Called once every expert is bound and none has moved. What the result reads beside `stacks` must be its own:
+        this op's tensors move away. A pair's result must have the same bits in any slot as from this op.
+        None, the default: the op has no slots. With --expert-slots its experts then stay whole layers that are copied.
+        Every tensor of `buffers` must be contiguous, and its first dimension the number of experts.
+        """
+        return None
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:

@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig) -> Engine:
     scheduler = Scheduler(limits, pages)
     sampler = Sampler(b.model.vocab_size, b.device, config.seed)
     runner = Runner(b.model, cache, sampler, len(groups), b.device)
-    runner.weights = offloaded.stream
+    runner.weights, runner.expert_slots = offloaded.stream, offloaded.slots
     host = take_host_memory(runner, b.memory.inputs.swap_blocks)
     asynchronous = config.async_scheduling
     if asynchronous is None:
@@ -66,6 +66,7 @@ def build_engine(config: EngineConfig) -> Engine:
         measured = measure(runner, host, b.batched_tokens, b.memory.max_model_len)
         warm.append(f"KV swap: --swap-space {config.swap_space:g} GiB asked, {report.gib(host.nbytes)} pinned")
         warm += start_swapping(pages, host, cast(SwapMode, config.swap_policy), measured)
+    runner.count_anew()
     tail = [*offloaded.lines, *warm, f"Ready after {time.perf_counter() - start:.1f} seconds"]
     lines = _report(b, loaded, cache, kept, tail)
     facts = EngineFacts(

@@ -65,7 +65,7 @@ class Surveyed:
         smaller = self.rebuild(self.model, True)
         if smaller.total_bytes == self.load_plan.total_bytes:
             return None
-        numbers = WeightNumbers.of(self.model, smaller, self.dtype, self.machine.info, self.config.offload_layers)
+        numbers = WeightNumbers.of(self.model, smaller, self.dtype, self.machine.info, self.config)
         return dataclasses.replace(self, load_plan=smaller, weights=numbers)
 
 
@@ -182,5 +182,5 @@ def look_at(
         )  # fmt: skip
 
     load_plan = rebuild(model, False)
-    numbers = WeightNumbers.of(model, load_plan, dtype, info, config.offload_layers)
+    numbers = WeightNumbers.of(model, load_plan, dtype, info, config)
     return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, kv, scales, rebuild, numbers)

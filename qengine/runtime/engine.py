@@ -182,6 +182,8 @@ class Engine:
             kv_slots_wasted=p.slots_wasted,
             prefix_cache_queries=s.counters.prefix_queries,
             prefix_cache_hits=s.counters.prefix_hits,
+            expert_cache_queries=self.runner.slot_queries,
+            expert_cache_hits=self.runner.slot_hits,
             host_blocks_total=host.blocks_total,
             host_blocks_used=host.blocks_used,
             host_blocks_cached=host.blocks_cached,

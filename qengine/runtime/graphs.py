@@ -106,6 +106,8 @@ class DecodeGraphs:
             groups=[GroupBatch(t[:size], s[:size]) for t, s in zip(self.tables, self.slots, strict=True)],
             block_size=self.block_size,
         )
+        if self.weights is not None:
+            self.weights.begin(size)
         hidden = self.model.forward(self.token_ids[:size], batch)
         self.hidden[:size].copy_(hidden)
         self.logits[:size].copy_(self.model.logits(hidden))

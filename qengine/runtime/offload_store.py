@@ -17,6 +17,7 @@ from qengine.layers.linear import Linear
 from qengine.layers.module import Leaf
 from qengine.layers.moe import ExpertLinear
 from qengine.plugin import ExpertsOp
+from qengine.runtime.expert_slots import SlotLayers, SlotPools
 from qengine.runtime.pinned import PinnedMemory
 from qengine.runtime.weight_stream import Lane, WeightStream
 
@@ -42,9 +43,10 @@ def view_at(room: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
 
 
 class OffloadStore:
-    """`layers`: the linears of each layer that is to live in host memory, in the order in which they run."""
+    """`layers`: the linears of each layer that is to live in host memory, in the order in which they run. With
+    `slots` all of them are experts, and so many of each layer have room on the device."""
 
-    def __init__(self, layers: Sequence[Sequence[Linear]], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[Sequence[Linear]], device: torch.device, slots: int = 0) -> None:
         self.layers = [list(leaves) for leaves in layers]
         self.device = device
         self.notes: list[str] = []
@@ -57,6 +59,9 @@ class OffloadStore:
                 f"experts of {len(apart)} linears run one after the other, because their format's grouped operation "
                 f"can't be moved to host memory (first: {apart[0]})"
             )
+        self.pools = SlotPools(self.layers, slots, device) if slots else None
+        self.slots: SlotLayers | None = None
+        """Set by `stream`, where experts have slots."""
 
     def position(self, leaf: Leaf) -> int | None:
         """The number of the layer that a leaf belongs to; None: it stays on the device."""
@@ -69,6 +74,8 @@ class OffloadStore:
             return
         self._left[layer] -= 1
         if self._left[layer] == 0:
+            if self.pools is not None:
+                self.pools.open(layer, self.layers[layer])
             self.stored[layer] = pack(self.layers[layer], self.device)
 
     @property
@@ -93,8 +100,32 @@ class OffloadStore:
         for i, leaves in enumerate(hooked):
             for leaf in leaves:
                 leaf.before = _entering(made, i)
+        if self.pools is not None:
+            self._connect(self.pools, made, stored)
         made.finish()
         return made
+
+    def _connect(self, pools: SlotPools, stream: WeightStream, stored: Sequence[StoredLayer]) -> None:
+        """Use the slots, once each layer's have been filled and compared with what the stream brings."""
+        slots = pools.all()
+        if slots is not None:
+            slots.connect([(s.memory.bytes, {id(t): at for t, at in s.tensors}) for s in stored])
+            try:
+                for i in range(len(stored)):
+                    stream.enter(i)
+                    if not slots.check(i):
+                        pools.refuse(f"kernels do not read host memory rightly here (layer {i} of the offloaded ones)")
+                        break
+            except (RuntimeError, ValueError) as e:
+                pools.refuse(f"kernels can't read host memory here ({(str(e).splitlines() or [type(e).__name__])[0]})")
+        if pools.refused is None:
+            assert slots is not None
+            slots.reset()
+            stream.slots, self.slots = slots.use, slots
+            return
+        if slots is not None:
+            slots.disconnect()
+        self.notes.append(f"WARNING: expert slots are not used, every step copies whole layers: {pools.refused}")
 
 
 def _entering(stream: WeightStream, layer: int) -> Callable[[], None]:

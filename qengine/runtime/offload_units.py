@@ -22,6 +22,36 @@ def layer_linears(model: Model) -> dict[str, list[Linear]]:
     return {name: leaves for name, leaves in layers.items() if leaves}
 
 
+def expert_units(model: Model, patterns: str | None) -> dict[str, list[Linear]]:
+    """The experts of each layer, where slots are asked for: all of them, or those that `patterns` name.
+
+    Raises ConfigError for a model without experts, and for patterns that name anything else.
+    """
+    units = offload_units(model, patterns)
+    if patterns is None:
+        units = {name: [leaf for leaf in leaves if isinstance(leaf, ExpertLinear)] for name, leaves in units.items()}
+    for leaves in units.values():
+        experts = [leaf for leaf in leaves if isinstance(leaf, ExpertLinear)]
+        parts = {id(leaf.group) for leaf in experts}
+        halves = {id(group) for leaf in experts for group in (leaf.group.layer.gate_up, leaf.group.layer.down)} - parts
+        others = [leaf.name for leaf in leaves if not isinstance(leaf, ExpertLinear)]
+        if others or halves:
+            raise ConfigError(
+                "--expert-slots goes with offload of whole experts and nothing else",
+                have=f"--offload-layers {patterns}" + (f", which names {others[0]} too" if others else ""),
+                need="patterns that name experts, such as *.experts",
+            )
+    units = {name: leaves for name, leaves in units.items() if leaves}
+    if not units:
+        raise ConfigError(
+            "--expert-slots is for mixtures of experts",
+            have="a model whose layers have none",
+            need="--expert-slots 0",
+            hint="leave --expert-slots out",
+        )
+    return units
+
+
 def offload_units(model: Model, patterns: str | None) -> dict[str, list[Linear]]:
     """Those of each layer that `patterns` (--offload-layers) name; all for None. Layers without any are left out.
 

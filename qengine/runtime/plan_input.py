@@ -12,6 +12,7 @@ from qengine.core.memory import ActivationShape, captured_bytes, group_layers, s
 from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
 from qengine.errors import CapabilityError, ConfigError
+from qengine.layers.linear import Linear
 from qengine.layers.moe import ExpertLinear
 from qengine.models.model import Model
 from qengine.plugin import DeviceInfo, KVLayout
@@ -22,7 +23,7 @@ from qengine.runtime.kv_cache import layer_layouts
 from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
-from qengine.runtime.offload_units import offload_units
+from qengine.runtime.offload_units import expert_units, offload_units
 from qengine.runtime.prompt_graphs import SEQUENCES, prompt_graph_bytes, prompt_sizes
 from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
@@ -59,10 +60,11 @@ class WeightNumbers:
 
     @classmethod
     def of(
-        cls, model: Model, load_plan: LoadPlan, dtype: torch.dtype, info: DeviceInfo, offload_layers: str | None
+        cls, model: Model, load_plan: LoadPlan, dtype: torch.dtype, info: DeviceInfo, config: EngineConfig
     ) -> WeightNumbers:
-        """Raises ConfigError for a pattern of `offload_layers` that names nothing."""
-        units = _units(model, info, offload_layers) if info.type == "cuda" else []
+        """Raises ConfigError for a pattern of --offload-layers that names nothing, and for --expert-slots that this
+        model can't have."""
+        units = _units(model, info, config) if info.type == "cuda" else []
         return cls(load_plan.bytes_by_format, units, _step_bytes(model, info), _workspace(model, dtype, info))
 
 
@@ -103,6 +105,7 @@ def plan_input(
         alternatives=_alternatives(config, model, info, dtype, block_bytes),
         units=weights.units,
         offload=None if config.cpu_offload_gb is None else bytes_of(config.cpu_offload_gb),
+        expert_slots=config.expert_slots,
         host_free=None if host_free is None else host_free - swap,
         swap=swap,
         step_bytes=weights.step_bytes,
@@ -189,12 +192,27 @@ def _alternatives(
     return found
 
 
-def _units(model: Model, info: DeviceInfo, patterns: str | None) -> list[OffloadUnit]:
+def _units(model: Model, info: DeviceInfo, config: EngineConfig) -> list[OffloadUnit]:
     """The decoder layers as offload sees them: what of each may go."""
-    return [
-        OffloadUnit(name, sum(sum(leaf.resident_bytes(info).values()) for leaf in leaves))
-        for name, leaves in offload_units(model, patterns).items()
-    ]
+    if config.expert_slots == 0:
+        return [
+            OffloadUnit(name, _resident(leaves, info))
+            for name, leaves in offload_units(model, config.offload_layers).items()
+        ]
+    units = []
+    for name, leaves in expert_units(model, config.offload_layers).items():
+        specs = [leaf.group.layer.spec for leaf in leaves if isinstance(leaf, ExpertLinear)]
+        units.append(OffloadUnit(name, _resident(leaves, info), specs[0].num_experts, specs[0].top_k))
+    most = max(unit.top_k for unit in units)
+    if config.expert_slots is not None and config.expert_slots < most:
+        raise ConfigError(
+            "--expert-slots must hold the experts of a token", have=config.expert_slots, need=f"{most} or more, or auto"
+        )
+    return units
+
+
+def _resident(leaves: Sequence[Linear], info: DeviceInfo) -> int:
+    return sum(sum(leaf.resident_bytes(info).values()) for leaf in leaves)
 
 
 def _step_bytes(model: Model, info: DeviceInfo) -> int:

@@ -36,8 +36,11 @@ class MemoryReport:
     concurrency: float
     offloaded_layers: list[str]
     offloaded_bytes: int
+    expert_slots: int
+    expert_slot_bytes: int
     memory_ceiling: float | None
     offload_ceiling: float | None
+    slot_ceiling: float | None
     ceilings: list[str]
 
     @classmethod
@@ -53,8 +56,11 @@ class MemoryReport:
             plan.concurrency(plan.max_model_len),
             [plan.inputs.units[i].name for i in moved.units],
             moved.nbytes,
+            (plan.inputs.expert_slots or 0) if moved.slots else 0,
+            moved.slots,
             plan.memory_ceiling,
             plan.offload_ceiling,
+            plan.slot_ceiling,
             plan.ceiling_lines(),
         )
 

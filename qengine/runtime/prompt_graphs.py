@@ -86,6 +86,8 @@ class PromptGraphs:
             groups=[GroupBatch(t[:rows], s[:size]) for t, s in zip(tables, self.slots, strict=True)],
             block_size=self.decodes.block_size,
         )
+        if self.weights is not None:
+            self.weights.begin(size)
         hidden = self.model.forward(self.token_ids[:size], batch)
         self.hidden[:size].copy_(hidden)
         self.logits.copy_(self.model.logits(hidden.index_select(0, self.sample_rows)))

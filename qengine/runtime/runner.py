@@ -10,6 +10,7 @@ import torch
 from qengine.core.step import SampledToken, Step
 from qengine.messages import TokenLogprobs
 from qengine.models.model import Model
+from qengine.runtime.expert_slots import SlotLayers
 from qengine.runtime.graphs import DecodeGraphs
 from qengine.runtime.inputs import InputBuilder, StepInputs
 from qengine.runtime.kv_cache import KVCache
@@ -20,6 +21,7 @@ from qengine.runtime.prompt_graphs import PromptGraphs
 from qengine.runtime.sampler import Draws, Sampler
 from qengine.runtime.threads import ThreadChoice
 from qengine.runtime.weight_stream import WeightStream
+from qengine_kernels.expert_slots import HITS, QUERIES
 
 NONFINITE = "the model's logits were not finite (NaN or infinity) for this request"
 PROMPT_ROWS = 512
@@ -43,6 +45,8 @@ class Launched:
     draws: Draws | None
     marker: torch.cuda.Event | None
     result: StepResult
+    slot_counts: torch.Tensor | None = None
+    """Of expert slots, on their way to the host (`SlotLayers.totals`)."""
 
 
 class Runner:
@@ -71,6 +75,10 @@ class Runner:
         """CUDA only; set once captured."""
         self.weights: WeightStream | None = None
         """Set where layers live in host memory."""
+        self.expert_slots: SlotLayers | None = None
+        """Set where experts of those layers have slots on the device."""
+        self.slot_queries = self.slot_hits = 0
+        """Experts that layers of collected steps looked for in slots, and those that had one."""
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._sampled: torch.Tensor | None = None
         """What the last step samples, on the device."""
@@ -79,6 +87,12 @@ class Runner:
         """Replay decode steps from now on, padded to the graphs' buffers; None: run them eagerly."""
         self.graphs = graphs
         self.inputs.fixed_rows = 0 if graphs is None else graphs.rows
+
+    def count_anew(self) -> None:
+        """Warming up is over, which asked for experts as nobody else will."""
+        if self.expert_slots is not None:
+            self.expert_slots.reset()
+        self.slot_queries = self.slot_hits = 0
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept between steps for a finished request."""
@@ -104,6 +118,8 @@ class Runner:
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self.threads is not None:
             torch.set_num_threads(self.threads.for_tokens(inputs.batch.num_tokens))
+        if self.weights is not None:
+            self.weights.begin(inputs.batch.num_tokens)
         hidden = self.model.forward(inputs.token_ids, inputs.batch)
         if self.weights is not None:
             self.weights.finish()
@@ -139,11 +155,15 @@ class Runner:
                 logits = self.logits(hidden[inputs.sample_rows])
             draws = self.sampler.draw(logits, requests, positions, inputs.uniforms)
         self._sampled = None if draws is None else draws.token_ids
-        return Launched(step, draws, mark(self.device), result)
+        counts = None if self.expert_slots is None else self.expert_slots.totals()
+        return Launched(step, draws, mark(self.device), result, counts)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step's result. Steps are collected in the order in which they were launched."""
         wait(launched.marker)
+        if launched.slot_counts is not None:
+            counts = launched.slot_counts.tolist()
+            self.slot_queries, self.slot_hits = counts[QUERIES], counts[HITS]
         result = launched.result
         if launched.draws is not None:
             out = launched.draws.read()

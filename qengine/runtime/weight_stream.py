@@ -5,6 +5,9 @@ graphs. Whoever computes calls `enter(i)` before a layer's weights are read (`qe
 that waits for the layer's copy and starts the next one, into the buffer of the layer before. `finish` ends a forward
 pass: then both buffers hold what the next pass begins with, and nothing is under way, so that passes may be captured,
 replayed and run eagerly in any order.
+
+Where experts have slots of their own (`qengine.runtime.expert_slots`), a pass of few tokens copies no layer: it says
+how many it has with `begin`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Protocol
 import torch
 
 from qengine.core.offload import BUFFERS
+from qengine.layers.expert_slots import SlotUse
 from qengine.runtime.pinned import PinnedMemory
 
 
@@ -58,10 +62,17 @@ class WeightStream:
         self._under_way: set[int] = set()
         """Buffers whose copy nobody has waited for."""
         self._current: int | None = None
+        self.slots: SlotUse | None = None
+        """Set where all that is offloaded has slots."""
+
+    def begin(self, tokens: int) -> None:
+        """A forward pass of so many tokens begins; without this word it copies whole layers."""
+        if self.slots is not None:
+            self.slots.on = tokens <= self.slots.most_tokens
 
     def enter(self, layer: int) -> None:
         """Offloaded layer number `layer` is computed from here on, and the one before it no longer."""
-        if layer == self._current:
+        if layer == self._current or (self.slots is not None and self.slots.on):
             return
         self._current = layer
         self._fetch(layer)
@@ -71,6 +82,8 @@ class WeightStream:
     def finish(self) -> None:
         """The forward pass is over; the next one starts with the first layers in their buffers."""
         self._current = None
+        if self.slots is not None:
+            self.slots.on = False
         for layer in range(len(self.buffers)):
             self._fetch(layer)
         for buffer in range(len(self.buffers)):

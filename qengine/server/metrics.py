@@ -68,6 +68,12 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
+    (
+        "expert_cache_queries",
+        "Experts that layers looked for in --expert-slots, each once a step",
+        lambda s: s.expert_cache_queries,
+    ),
+    ("expert_cache_hits", "Experts that had a slot", lambda s: s.expert_cache_hits),
     ("num_preemptions", "Preemptions", lambda s: s.num_preemptions),
     ("num_preemptions_swapped", "Preemptions after which K/V was kept", lambda s: s.preemptions_swapped),
     ("recomputed_tokens", "Tokens that preempted requests had to compute again", lambda s: s.recomputed_tokens),

@@ -44,6 +44,7 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     per_layer = draw(st.integers(1, 400)) * MIB
     total = draw(st.integers(64, 24 * 1024)) * MIB
     model_max_len = draw(st.integers(2, 131072))
+    experts, top_k = draw(st.sampled_from([(0, 0), (0, 0), (8, 2), (128, 8)]))
     return PlanInput(
         total=total,
         free=int(total * draw(st.floats(0.05, 1.0))),
@@ -66,7 +67,7 @@ def inputs(draw: st.DrawFn) -> PlanInput:
         graphs=draw(st.integers(0, 256)) * MIB,
         length_bytes=draw(st.sampled_from([0, 0, 2048])),
         alternatives=draw(st.sampled_from([{}, {"half": block_bytes // 2}])),
-        units=[OffloadUnit(str(i), per_layer) for i in range(layers)],
+        units=[OffloadUnit(str(i), per_layer, experts, top_k) for i in range(layers)],
         host_free=draw(st.none() | st.integers(0, layers).map(lambda n: n * per_layer)),
     )  # fmt: skip
 
@@ -76,7 +77,7 @@ def with_changes(i: PlanInput, changes: Mapping[str, Any]) -> PlanInput:
     names = {
         "max_model_len": "max_model_len", "gpu_memory_utilization": "utilization",
         "kv_cache_memory_bytes": "kv_cache_memory_bytes", "max_num_batched_tokens": "max_chunk",
-        "max_num_seqs": "logit_rows", "cpu_offload_gb": "offload",
+        "max_num_seqs": "logit_rows", "cpu_offload_gb": "offload", "expert_slots": "expert_slots",
     }  # fmt: skip
     fields = {names[name]: value for name, value in changes.items() if name in names}
     if "offload" in fields:
@@ -100,9 +101,9 @@ def test_a_plan_keeps_within_the_budget_and_holds_its_length(i: PlanInput) -> No
 
 
 @CORE
-@given(inputs(), st.none() | st.integers(0, 9000).map(lambda n: n * MIB))
-def test_advice_that_is_taken_works(i: PlanInput, offload: int | None) -> None:
-    i = dataclasses.replace(i, offload=offload)
+@given(inputs(), st.none() | st.integers(0, 9000).map(lambda n: n * MIB), st.none() | st.integers(8, 140))
+def test_advice_that_is_taken_works(i: PlanInput, offload: int | None, slots: int | None) -> None:
+    i = dataclasses.replace(i, offload=offload, expert_slots=slots if i.units[0].experts else 0)
     try:
         plan(i)
     except CapacityError as e:

@@ -16,6 +16,7 @@ from qengine_dense.experts import DenseCudaExperts
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm.reference import grouped_reference
 from qengine_kernels.testing import relative_error
+from slotted_experts import by_pair, in_slots, over_slots, same_in_slots
 
 CPU, CPU_INFO = torch.device("cpu"), DeviceInfo("cpu")
 EXPERTS, HIDDEN, INNER = 4, 128, 48
@@ -68,6 +69,12 @@ def check(scheme: LinearScheme, op: ExpertsOp, outs: Sequence[int], info: Device
         got = op(rows.to(device), pairs, True)
         assert relative_error(got, grouped_reference(rows, *on_cpu, pairs.weights.cpu())) < limit
         assert relative_error(got, grouped_reference(rows, *on_cpu, torch.ones(2 * tokens))) > 0.1
+        if tokens != 3:
+            held = [2, 0, 1]  # the idle one has no slot
+            assert same_in_slots(op, x.to(device), pairs, False, held)
+            assert same_in_slots(op, rows.to(device), pairs, True, held)
+            wrong = in_slots(over_slots(op, [0, 2, 1]), x.to(device), pairs, False, held)
+            assert not torch.equal(wrong, by_pair(op, x.to(device), pairs, False))
     x = torch.randn(5, inputs).to(dtype)
     for e, linear in enumerate(linears):
         assert relative_error(linear(x.to(device)), x.float() @ dense[e].t()) < limit

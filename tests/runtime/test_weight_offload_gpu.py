@@ -10,61 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from offload_engines import MODELS, engine_for, said
 from published_models import write_config
 from qengine.config import EngineConfig
 from qengine.core.offload import offload_layers
 from qengine.errors import CapacityError
-from qengine.messages import RequestOutput
 from qengine.runtime.decide import decide
 from qengine.runtime.engine import Engine
 from qengine.runtime.weight_stream import CudaLane
 from toy_engine import request, run
-from toy_models import awq_config, llama_config, write_json
 
 pytestmark = pytest.mark.gpu
-MIB, GIB = 2**20, 2**30
-TOY: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "dtype": "bfloat16",
-}  # fmt: skip
-MOE = TOY | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
-    "num_hidden_layers": 4,
-}  # fmt: skip
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "16-bit": (TOY, None),
-    "awq": (TOY | {"attention_bias": True}, awq_config(128)),
-    "gptq act-order": (TOY, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}),
-    "fp8": (TOY, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
-    "awq experts": (MOE, awq_config(128)),
-    "16-bit experts": (MOE, None),
-}
+GIB = 2**30
 
 
 def toy(folder: Path, name: str, **options: Any) -> Engine:
-    config, quant = MODELS[name]
-    write_json(folder / "config.json", llama_config(**config, **({"quantization_config": quant} if quant else {})))
-    settings: dict[str, Any] = {
-        "model": str(folder), "load_format": "dummy", "device": "cuda", "max_model_len": 256, "max_num_seqs": 4,
-        "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 8 * MIB,
-    }  # fmt: skip
-    return Engine.from_config(EngineConfig(**settings | options))
-
-
-def said(engine: Engine) -> list[Any]:
-    """Ids and logprobs of a few requests: prompts of one and of several chunks, together and alone."""
-    prompts = [[7, 8, 9], list(range(100)), [5] * 40, [1]]
-    answers: list[Any] = []
-    for batch in (prompts, prompts[:1]):
-        out = run(engine, [request(str(i), p, max_tokens=12, logprobs=3, ignore_eos=True) for i, p in enumerate(batch)])
-        answers += [_told(out.outputs, str(i)) for i in range(len(batch))]
-    return answers
-
-
-def _told(outputs: list[RequestOutput], name: str) -> list[Any]:
-    own = [out for out in outputs if out.request_id == name]
-    return [(out.new_token_ids, out.logprobs) for out in own]
+    return engine_for(folder, MODELS[name], **options)
 
 
 @pytest.mark.parametrize("mode", [{}, {"enforce_eager": True, "async_scheduling": False}], ids=["graphs", "eager"])

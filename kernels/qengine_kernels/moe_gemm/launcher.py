@@ -41,7 +41,7 @@ def launch_grouped(
     chip = Chip.of(x.device) if chip is None else chip
     if plan is None:
         sizes = (w.slots, x.element_size(), w.values.element_size(), w.group_size if w.groups > 1 else None)
-        plan = plan_grouped(chip, pairs, top_k, w.num_experts, w.out_features, *sizes)
+        plan = plan_grouped(chip, pairs, top_k, w.routed or w.num_experts, w.out_features, *sizes)
     grid = (ceil_div(w.out_features, plan.block_n), row_tiles(pairs, w.num_experts, plan.block_m))
     any_tensor = offsets  # stands for an argument that the kernel does not read
     grouped_gemm_kernel[grid](

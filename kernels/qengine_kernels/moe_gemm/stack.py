@@ -50,6 +50,8 @@ class ExpertWeights:
     columns     int32 [E, K]: the input that each weight row multiplies, or None: rows are in the order of inputs
     slots       values in one stored element; `slice_rows` as in `wna16_gemm.layout` (1 where slots is 1)
     zero        what is subtracted where there are no zeros
+    routed      experts that tokens choose from, where `values` holds slots for some of them; None: E. Tiles are chosen
+                for these, so that the same pairs give the same bits
     """
 
     values: torch.Tensor
@@ -65,6 +67,7 @@ class ExpertWeights:
     slots: int = 1
     slice_rows: int = 1
     zero: int = 0
+    routed: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -93,12 +96,18 @@ class DenseExperts:
         """What the grouped kernel reads; the experts' own weights are views of it."""
         return dict(self.stack.tensors)
 
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> DenseExperts:
+        """See `qengine.plugin.ExpertsOp.over`."""
+        slots = DenseExperts(self.stack.count)
+        slots.stack.tensors = dict(stacks)
+        return slots
+
     @cached_property
     def weights(self) -> ExpertWeights:
         """For `grouped_matmul`, once an expert is there."""
         stacked = self.stack.tensors["weight"]
         _, n, k = stacked.shape
-        return ExpertWeights(stacked, k, n, (1, k))
+        return ExpertWeights(stacked, k, n, (1, k), routed=self.stack.count)
 
 
 class PackedExperts:
@@ -122,6 +131,12 @@ class PackedExperts:
         """What the grouped kernel reads; the experts' own weights are views of it."""
         return dict(self.stack.tensors)
 
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> PackedExperts:
+        """See `qengine.plugin.ExpertsOp.over`."""
+        slots = PackedExperts(self.stack.count)
+        slots.stack.tensors, slots.like = dict(stacks), self.like
+        return slots
+
     @cached_property
     def weights(self) -> ExpertWeights:
         """For `grouped_matmul`, once an expert is there."""
@@ -130,7 +145,7 @@ class PackedExperts:
         n = w.out_features
         return ExpertWeights(
             t["words"], w.in_features, n, (n, 1), t["scales"], t.get("zeros"), (n, 1), None, t.get("columns"),
-            w.group_size, w.slots, w.slice_rows, w.symmetric_zero,
+            w.group_size, w.slots, w.slice_rows, w.symmetric_zero, self.stack.count,
         )  # fmt: skip
 
 
@@ -152,6 +167,15 @@ class ByteExperts:
         """What the grouped kernel reads; the experts' own weights are views of it."""
         return dict(self.stack.tensors)
 
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> ByteExperts:
+        """See `qengine.plugin.ExpertsOp.over`. The map from outputs to rows of scales is not one of the stacks: the
+        slots get a copy."""
+        slots = ByteExperts(self.stack.count)
+        rows = None if self.like is None or self.like.rows is None else self.like.rows.clone()
+        slots.stack.tensors = dict(stacks)
+        slots.like = None if self.like is None else replace(self.like, rows=rows)
+        return slots
+
     @cached_property
     def weights(self) -> ExpertWeights:
         """For `grouped_matmul`, once an expert is there."""
@@ -159,5 +183,5 @@ class ByteExperts:
         assert w is not None
         return ExpertWeights(
             t["codes"], w.in_features, w.out_features, (1, w.in_features), t["scales"], None, (1, w.scales.shape[1]),
-            w.rows, None, w.block_k,
+            w.rows, None, w.block_k, routed=self.stack.count,
         )  # fmt: skip

@@ -32,6 +32,7 @@ from qengine_kernels.fp8_linear.cuda import Fp8CudaLinear
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm.reference import grouped_reference
 from qengine_kernels.testing import relative_error
+from slotted_experts import same_in_slots
 
 CPU = torch.device("cpu")
 HOPPER = DeviceInfo("cuda", "", (9, 0))
@@ -98,6 +99,8 @@ def check(op: ExpertsOp, dense: torch.Tensor, dtype: torch.dtype, device: torch.
         rows = torch.randn(2 * tokens, K).to(dtype)
         got = op(rows.to(device), pairs, True)
         assert relative_error(got, grouped_reference(rows, dense, *places, pairs.weights.cpu())) < limit
+        if tokens == 6:
+            assert same_in_slots(op, x.to(device), pairs, False, [2, 0, 1])
 
 
 def on_the_host(scheme: LinearScheme, spec: LinearSpec) -> ExpertsOp:
