@@ -118,7 +118,7 @@ class IntFormat:
             order = channel_order(spec, tensors["weight_g_idx"], self.group_size, self.groups(k))
             if order is not None:
                 order = order.to(device)
-                codes = codes[:, order.long()]
+                codes = codes.index_select(1, order)
         return Codes(codes, scales, zeros, order)
 
     def _zeros(
@@ -144,15 +144,11 @@ class IntFormat:
         """float32 [N, K], channels in the file's order."""
         return self.dense(self.decode(spec, tensors, torch.device("cpu")))
 
-    def dense(self, c: Codes) -> torch.Tensor:
-        """float32 [N, K], channels in the file's order."""
+    def dense(self, c: Codes, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`dtype` [N, K], computed in float32, channels in the file's order."""
         zeros = torch.full_like(c.scales, self.middle, dtype=torch.float32) if c.zeros is None else c.zeros
-        w = dequantize(c.codes, c.scales, zeros, self.group_size)
-        if c.order is None:
-            return w
-        out = torch.empty_like(w)
-        out[:, c.order.long()] = w
-        return out
+        w = dequantize(c.codes, c.scales, zeros, self.group_size, dtype)
+        return w if c.order is None else torch.empty_like(w).index_copy_(1, c.order.long(), w)
 
 
 def check_shape(spec: LinearSpec, shape: torch.Tensor | None) -> None:

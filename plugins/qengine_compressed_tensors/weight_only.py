@@ -27,6 +27,7 @@ from qengine_kernels.cpu_linear import (
     dense_bytes,
     int4_bytes,
     int8_bytes,
+    kept_dtype,
     tuning,
     used_group,
 )
@@ -146,8 +147,10 @@ class WeightOnlyInt(LinearScheme):
             shard.tensors.clear()
         bias = torch.cat([b for b in biases if b is not None]) if shards[0].spec.bias else None
         if info.type == "cpu" and not self.keeps_codes(shards[0].spec.in_features, dtype):
-            dense = torch.cat([self.stored.dense(part) for part in parts])
-            return IntCpuLinear(DenseCpuLinear(dense, bias, dtype, tuning().dense), None, self.stored.bits)
+            way = tuning().dense
+            kept = kept_dtype(shards[0].spec.in_features, dtype, way)
+            dense = torch.cat([self.stored.dense(part, kept) for part in parts])
+            return IntCpuLinear(DenseCpuLinear(dense, bias, dtype, way), None, self.stored.bits)
         if not same_order(parts):
             pairs = zip(parts, biases, strict=True)
             return SideBySide([self._op(part, own, device, info, dtype) for part, own in pairs])

@@ -13,6 +13,7 @@ from qengine_kernels.cpu_linear import (
     dense_bytes,
     int4_bytes,
     int8_bytes,
+    kept_dtype,
     tuning,
     used_group,
 )
@@ -72,7 +73,8 @@ def bind_cpu(
     bits = part.bits
     t = tuning()
     if not runs_packed(bits, part.in_features, part.group_size, dtype, keep_dense):
-        dense = DenseCpuLinear(part.dense(), bias, dtype, t.dense)
+        weight = part.dense(kept_dtype(part.in_features, dtype, t.dense))
+        dense = DenseCpuLinear(weight, bias, dtype, t.dense)
         return GptqCpuOp(dense, None, f"{bits}-bit dequantised at load, {dense.kernel}")
     codes = part.codes.t().contiguous()
     scales, zeros = part.scales.t().float(), part.zeros_or_middle().t().float()
@@ -85,7 +87,7 @@ def bind_cpu(
     # The kernel adds zeros in bfloat16 that it takes from 8: codes around 8 keep them small, a middle zero exact.
     middle = 8 - (1 << (bits - 1))
     packed = Int4CpuLinear(
-        codes + middle, scales, zeros + middle, part.group_size, bias, dtype,
+        codes + middle if middle else codes, scales, zeros + middle, part.group_size, bias, dtype,
         limit=t.int4_limit, preferred=t.dense, keep_dense=keep_dense,
     )  # fmt: skip
     return GptqCpuOp(packed, part.order, held + packed.kernel)

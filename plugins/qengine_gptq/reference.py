@@ -19,9 +19,11 @@ def dequantize(
     groups, n = scales.shape
     codes = unpack(tensors["qweight"], bits, in_features).to(torch.float32)
     zeros, _ = read_zeros(tensors["qzeros"], bits, n, rule)
-    group = torch.arange(in_features) // group_size
+    zero = torch.full_like(scales, 1 << (bits - 1)) if zeros is None else zeros.to(torch.float32)
     order, _ = read_order(tensors.get("g_idx"), in_features, group_size, groups, act_order)
     if order is not None:
         group = tensors["g_idx"].to(torch.int64)
-    zero = float(1 << (bits - 1)) if zeros is None else zeros.to(torch.float32)[group]
-    return ((codes - zero) * scales[group]).t()
+        return ((codes - zero[group]) * scales[group]).t()
+    for rows, z, s in zip(codes.split(group_size), zero, scales, strict=True):  # no gather as large as the weight
+        rows.sub_(z).mul_(s)
+    return codes.t()

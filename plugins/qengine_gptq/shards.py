@@ -11,6 +11,7 @@ from qengine.plugin import LinearShard
 from qengine_gptq.layout import unpack
 from qengine_gptq.order import read_order
 from qengine_gptq.zeros import ZeroRule, contradiction, read_zeros
+from qengine_kernels.cpu_linear.reference import dequantize
 
 
 @dataclass
@@ -39,15 +40,11 @@ class Decoded:
             return self.zeros
         return torch.full(self.scales.shape, 1 << (self.bits - 1), dtype=torch.uint8, device=self.codes.device)
 
-    def dense(self) -> torch.Tensor:
-        """float32 [N, K], inputs in their own order."""
-        weight = self.codes.float()
-        zeros, scales = self.zeros_or_middle().float(), self.scales.float()
-        for rows, zero, scale in zip(weight.split(self.group_size), zeros, scales, strict=True):
-            rows.sub_(zero).mul_(scale)
-        if self.order is not None:
-            weight = torch.empty_like(weight).index_copy_(0, self.order.long(), weight)
-        return weight.t()
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """`dtype` [N, K], computed in float32, inputs in their own order."""
+        codes = self.codes.t().contiguous()
+        weight = dequantize(codes, self.scales.t(), self.zeros_or_middle().t(), self.group_size, dtype)
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
 
 def check_scales(shards: Sequence[LinearShard]) -> None:

@@ -5,7 +5,7 @@ Which 16-bit GEMM is fastest and up to which batch int4 and int8 win differ betw
 once per process on representative shapes (about a tenth of a second).
 """
 
-from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
+from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes, kept_dtype
 from qengine_kernels.cpu_linear.few_rows import FewRowsCpuLinear, few_rows_bytes, runs_few_rows
 from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, int4_group, used_group
 from qengine_kernels.cpu_linear.int8 import Int8CpuLinear, int8_bytes
@@ -23,6 +23,7 @@ __all__ = [
     "int4_bytes",
     "int4_group",
     "int8_bytes",
+    "kept_dtype",
     "runs_few_rows",
     "tuning",
     "used_group",

@@ -48,11 +48,16 @@ def way_for(in_features: int, dtype: torch.dtype, preferred: Way) -> Way:
     return preferred
 
 
+def kept_dtype(in_features: int, dtype: torch.dtype, preferred: Way) -> torch.dtype:
+    """What DenseCpuLinear rounds its weight to."""
+    return torch.float32 if way_for(in_features, dtype, preferred) == "float32" else dtype
+
+
 def dense_bytes(out_features: int, in_features: int, bias: bool, dtype: torch.dtype, preferred: Way) -> int:
     """Bytes that DenseCpuLinear keeps."""
     way = way_for(in_features, dtype, preferred)
     rows = round_up(out_features, PACK) if way == "packed" else out_features
-    kept = torch.float32 if way == "float32" else dtype
+    kept = kept_dtype(in_features, dtype, preferred)
     bias_bytes = rows * dtype.itemsize if way == "packed" else out_features * kept.itemsize
     return rows * in_features * kept.itemsize + (bias_bytes if bias else 0)
 
@@ -83,7 +88,7 @@ class DenseCpuLinear:
             extra = self.weight.shape[0] - self.out_features
             self.bias = None if bias is None else F.pad(bias.to(dtype), (0, extra)).contiguous()
         else:
-            kept = torch.float32 if self.way == "float32" else dtype
+            kept = kept_dtype(self.in_features, dtype, preferred)
             self.weight = weight.to(kept).contiguous()
             self.bias = None if bias is None else bias.to(kept).contiguous()
         prefix = f"{str(dtype).removeprefix('torch.')} " if self.way == "plain" else ""

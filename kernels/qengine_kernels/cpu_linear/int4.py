@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes, round_up
+from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes, kept_dtype, round_up
 from qengine_kernels.cpu_linear.reference import dequantize
 
 GROUPS = (256, 128, 64, 32)
@@ -103,7 +103,7 @@ class Int4CpuLinear:
         self.dense: DenseCpuLinear | None = None
         self.limit = 0
         if self.group is None or keep_dense:
-            weight = dequantize(codes, scales, zeros, group_size)
+            weight = dequantize(codes, scales, zeros, group_size, kept_dtype(self.in_features, dtype, preferred))
             dense_bias = bias if self.group is None else None
             self.dense = DenseCpuLinear(weight, dense_bias, dtype, preferred)
             del weight

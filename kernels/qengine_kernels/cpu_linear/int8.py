@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes
+from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes, kept_dtype
 from qengine_kernels.cpu_linear.int4 import Int4CpuLinear, int4_bytes, used_group
 from qengine_kernels.cpu_linear.reference import dequantize
 
@@ -70,7 +70,7 @@ class Int8CpuLinear:
         self.dense: DenseCpuLinear | None = None
         self.halves: list[Int4CpuLinear] = []
         if not runs_in_halves(self.in_features, group_size, dtype, keep_dense):
-            weight = dequantize(codes, scales, zeros, group_size)
+            weight = dequantize(codes, scales, zeros, group_size, kept_dtype(self.in_features, dtype, preferred))
             self.dense = DenseCpuLinear(weight, bias, dtype, preferred)
             self.kernel = f"8-bit dequantised to {self.dense.kernel}"
             return

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import torch
 
-
-def group_index(in_features: int, group_size: int) -> torch.Tensor:
-    """int64 [K]: the group of each input channel; -1 means one group, the last group may be short."""
-    size = in_features if group_size == -1 else group_size
-    return torch.arange(in_features) // size
+AT_ONCE = 1 << 20
+"""Weights that are float32 at a time where the result is not: the cost of a fresh large tensor is its pages."""
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(codes [N, K] - zeros [N, G]) * scales [N, G] -> float32 [N, K]."""
-    w = codes.to(torch.float32)
-    size = codes.shape[1] if group_size == -1 else group_size
-    if codes.shape[1] % size == 0:  # no gather as large as the weight: a tenth of the time
-        w.unflatten(1, (-1, size)).sub_(zeros.float()[:, :, None]).mul_(scales.float()[:, :, None])
-        return w
-    index = group_index(codes.shape[1], group_size)
-    w -= zeros.to(torch.float32)[:, index]
-    w *= scales.to(torch.float32)[:, index]
-    return w
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """(codes [N, K] - zeros [N, G]) * scales [N, G], computed in float32 -> `dtype` [N, K].
+
+    A group is `group_size` neighbouring inputs, -1: all of them; the last one may be short.
+    """
+    n, k = codes.shape
+    out = torch.empty(n, k, dtype=dtype, device=codes.device)
+    step = min(n, max(1, AT_ONCE // k))
+    wide = torch.empty(step, k, device=codes.device) if dtype is not torch.float32 else None
+    for first in range(0, n, step):
+        rows = slice(first, first + step)
+        part = out[rows] if wide is None else wide[: min(step, n - first)]
+        part.copy_(codes[rows])
+        _scale(part, scales[rows].float(), zeros[rows].float(), k if group_size == -1 else group_size)
+        if wide is not None:
+            out[rows] = part
+    return out
+
+
+def _scale(w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, size: int) -> None:
+    """In place, without a tensor of scales as large as the weight."""
+    groups = w.shape[1] // size
+    whole = groups * size
+    w[:, :whole].unflatten(1, (groups, size)).sub_(zeros[:, :groups, None]).mul_(scales[:, :groups, None])
+    if whole < w.shape[1]:
+        w[:, whole:].sub_(zeros[:, -1:]).mul_(scales[:, -1:])
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

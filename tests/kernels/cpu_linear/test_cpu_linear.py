@@ -16,6 +16,7 @@ from qengine_kernels.cpu_linear import (
     int4_group,
     int8_bytes,
     measure,
+    reference,
 )
 from qengine_kernels.cpu_linear.dense import packed_available
 from qengine_kernels.cpu_linear.reference import dequantize, linear
@@ -36,6 +37,20 @@ def quantised(n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def held(op: DenseCpuLinear | Int4CpuLinear | Int8CpuLinear) -> int:
     return sum(t.numel() * t.element_size() for t in op.buffers().values())
+
+
+@pytest.mark.parametrize("n, k, group", [*SHAPES, (5, 20, 32), (7, 50, 16)])
+@pytest.mark.parametrize("at_once", [1, 300, reference.AT_ONCE])
+def test_dequantised_in_parts_it_is_the_plain_formula(
+    n: int, k: int, group: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, scales, zeros, _ = quantised(n, k, group)
+    of = torch.arange(k) // (k if group == -1 else group)
+    plain = (codes.float() - zeros[:, of]) * scales[:, of]
+    monkeypatch.setattr(reference, "AT_ONCE", at_once)
+    for dtype in LIMIT:
+        assert torch.equal(dequantize(codes, scales, zeros, group, dtype), plain.to(dtype))
+        assert not torch.equal(dequantize(codes, scales, zeros.flip(0), group, dtype), plain.to(dtype))
 
 
 @pytest.mark.parametrize("n, k, group", SHAPES)
