@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloaded_models import FP8, GPTQ, AtItsWorst, Tower, loaded
+from offloaded_models import FP8, GPTQ, AtItsWorst, StackedOp, Tower, loaded
 from qengine.core.offload import copied_bytes
 from qengine.errors import ConfigError
 from qengine.models.model import Model
@@ -20,73 +20,76 @@ from qengine.plugin import ExpertsOp
 from qengine.runtime import expert_slots
 from qengine.runtime.expert_slots import SlotLayers
 from qengine.runtime.offload_units import expert_units
-from qengine_dense.experts import DenseCudaExperts
 from qengine_kernels.expert_slots import HITS, QUERIES, Copies, CopyPart, copies_of
 from torch_kv import PagedRun
 from toy_engine import request, run, toy_engine
 from toy_models import awq_config, make_tiny
 
 FORMATS: dict[str, dict[str, Any] | None] = {
-    "16-bit": None, "awq": awq_config(32), "gptq": GPTQ | {"desc_act": False}, "fp8": FP8,
+    "16-bit": None, "awq": awq_config(32), "gptq": GPTQ, "fp8": FP8,
 }  # fmt: skip
-TOKENS = (3, 1, 1, 1, 2, 1, 1)
-"""Of passes; with slots for one token's experts, those of one token copy no layer."""
-SINGLE = TOKENS.count(1)
 
 
 @functools.cache
-def inputs() -> list[torch.Tensor]:
+def inputs(*tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(tokens, Tower.WIDTH, generator=generator) for tokens in TOKENS]
+    return [torch.randn(n, Tower.WIDTH, generator=generator) for n in tokens]
 
 
-def said(tower: Tower) -> torch.Tensor:
-    return torch.cat([tower(x) for x in inputs()])
+def counted(tower: Tower) -> tuple[int, int]:
+    """Queries and hits."""
+    assert tower.store is not None and tower.store.slots is not None, tower.store and tower.store.notes
+    counts = tower.store.slots.totals().tolist()
+    return counts[QUERIES], counts[HITS]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_bits_as_on_the_device(name: str, tmp_path: Path) -> None:
-    want = said(Tower(tmp_path, FORMATS[name]))
-    assert torch.isfinite(want).all() and not torch.allclose(want, torch.cat(inputs()), atol=1e-2)
-    lane = AtItsWorst()
+def test_every_format_gives_the_bits_that_it_gives_on_the_device(name: str, tmp_path: Path) -> None:
+    resident, lane = Tower(tmp_path, FORMATS[name]), AtItsWorst()
     tower = Tower(tmp_path, FORMATS[name], lane, slots=3)
-    assert tower.store is not None and tower.store.slots is not None and not tower.store.notes
     lane.copies.clear()
-    assert torch.equal(said(tower), want)
-    whole = len(TOKENS) - SINGLE
-    assert len(lane.copies) == whole * copied_bytes([1] * tower.LAYERS), "passes of one token copy no layer"
-    queries, hits = (tower.store.slots.totals().tolist()[i] for i in (QUERIES, HITS))
-    assert queries == tower.LAYERS * tower.TOP_K * SINGLE and 0 < hits < queries
+    for x, copies in zip(inputs(2, 1), (copied_bytes([1] * tower.LAYERS), 0), strict=True):
+        want = resident(x)
+        assert torch.isfinite(want).all() and not torch.allclose(want, x, atol=1e-3)
+        assert torch.equal(tower(x), want)
+        assert len(lane.copies) == copies, "slots for one token's experts: passes of one token copy no layer"
+        lane.copies.clear()
+    queries, hits = counted(tower)
+    assert queries == tower.LAYERS * tower.TOP_K and 0 < hits <= queries
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_passes_in_any_order(slots: int, tmp_path: Path) -> None:
+    """Few and many tokens, the same five times and others; fewer and as many slots as a token and a layer have."""
+    resident = Tower(tmp_path, None, torch_only=True)
+    tower = Tower(tmp_path, None, AtItsWorst(), slots, torch_only=True)
+    passes = [*inputs(1, 4, 1, 2, 2, 1), *[inputs(1)[0]] * 5, *inputs(3, 1, 1)]
+    for x in passes:
+        assert torch.equal(tower(x), resident(x))
+    queries, hits = counted(tower)
+    assert queries / 4 < hits <= queries and (hits == queries) is (slots == Tower.EXPERTS)
+    assert tower.store is not None and tower.store.slots is not None
+    tower.store.slots.reset()
+    assert counted(tower) == (0, 0)
+    assert torch.equal(tower(passes[0]), resident(passes[0])), "what slots hold stays when counting begins anew"
     for layer in tower.layers:  # the control: other experts in the slots
         assert layer.slots is not None
-        layer.slots.copies.pool.copy_(layer.slots.copies.pool.roll(len(layer.slots.copies.pool) // 2))
-    assert not torch.equal(said(tower), want)
-
-
-def test_five_times_and_with_as_few_slots_as_can_be(tmp_path: Path) -> None:
-    want = said(Tower(tmp_path, None))
-    tower = Tower(tmp_path, None, AtItsWorst(), slots=2)
-    assert tower.store is not None and tower.store.slots is not None
-    for _ in range(5):
-        assert torch.equal(said(tower), want)
-    assert [layer.count for layer in tower.store.slots.layers] == [2] * tower.LAYERS
-    tower.store.slots.reset()
-    assert not tower.store.slots.totals().any()
-    assert torch.equal(said(tower), want), "what slots hold stays when counting begins anew"
+        layer.slots.copies.pool.copy_(layer.slots.copies.pool.roll(len(layer.slots.copies.pool) // slots))
+    assert not torch.equal(tower(passes[0]), resident(passes[0]))
 
 
 def test_a_whole_model(tmp_path: Path) -> None:
     """Attention stays on the device; prompts copy layers, and what follows takes experts from slots."""
 
     def steps(model: Model) -> torch.Tensor:
-        run = PagedRun(model, [[7, 1, 5, 60]])
-        for tokens in (2, 1, 1):
+        run = PagedRun(model, [[7, 1, 5]])
+        for tokens in (2, 1):
             run.step([tokens])
         return torch.cat(run.logits[0])
 
-    want = steps(loaded(tmp_path, "awq experts", None)[0])
+    want = steps(loaded(tmp_path, "16-bit experts", None)[0])
     lane = AtItsWorst()
-    model, store = loaded(tmp_path, "awq experts", lane, slots=3)
+    model, store = loaded(tmp_path, "16-bit experts", lane, slots=3)
     assert store is not None and store.slots is not None
     lane.copies.clear()
     assert torch.equal(steps(model), want)
@@ -111,16 +114,16 @@ def broken(*_: object) -> Any:
     raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 
-def unlike(op: DenseCudaExperts, stacks: object) -> None:
+def unlike(op: StackedOp, stacks: object) -> None:
     return None
 
 
 @pytest.mark.parametrize(
     ("patch", "reason"),
     [
-        ((DenseCudaExperts, "over", ExpertsOp.over), "grouped operation has no slots"),
-        ((DenseCudaExperts, "over", unlike), "experts can't run as one"),
-        ((DenseCudaExperts, "buffers", ExpertsOp.buffers), "experts run one after the other"),
+        ((StackedOp, "over", ExpertsOp.over), "grouped operation has no slots"),
+        ((StackedOp, "over", unlike), "experts can't run as one"),
+        ((StackedOp, "buffers", ExpertsOp.buffers), "experts run one after the other"),
         ((expert_slots, "copies_of", shifted), "kernels do not read host memory rightly here (layer 0"),
         ((SlotLayers, "check", broken), "kernels can't read host memory here (Pointer argument"),
     ],
@@ -129,18 +132,13 @@ def unlike(op: DenseCudaExperts, stacks: object) -> None:
 def test_whole_layers_where_there_can_be_no_slots(
     patch: tuple[object, str, Callable[..., Any]], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = Tower(tmp_path, None)(inputs()[1])
+    want = Tower(tmp_path, None, torch_only=True)(inputs(1)[0])
     monkeypatch.setattr(*patch)
-    tower = Tower(tmp_path, None, AtItsWorst(), slots=3)
+    tower = Tower(tmp_path, None, AtItsWorst(), slots=3, torch_only=True)
     assert tower.store is not None and tower.store.slots is None, tower.store
     assert refused(tower.store.notes[-1:], reason), tower.store.notes
     assert all(layer.slots is None for layer in tower.layers)
-    torch.testing.assert_close(tower(inputs()[1]), want, rtol=1e-4, atol=1e-5)
-
-
-def test_experts_of_gptq_that_are_sorted_unlike_each_other_have_none(tmp_path: Path) -> None:
-    tower = Tower(tmp_path, GPTQ, AtItsWorst(), slots=3)
-    assert tower.store is not None and refused(tower.store.notes, "experts can't run as one")
+    torch.testing.assert_close(tower(inputs(1)[0]), want, rtol=1e-4, atol=1e-5)
 
 
 def test_models_without_experts(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from qengine.layers.module import ModelContext
 from qengine.layers.moe import ExpertNames, MoESpec, SparseMoE
 from qengine.models.model import Model
 from qengine.models.registry import build_model
-from qengine.plugin import DeviceInfo
+from qengine.plugin import DeviceInfo, ExpertPairs, ExpertsOp, LinearOp, LinearShard, LinearSpec
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.dummy_weights import dummy_source
 from qengine.runtime.loader import load, resolve
@@ -22,6 +22,8 @@ from qengine.runtime.offload_store import OffloadStore
 from qengine.runtime.offload_units import expert_units, layer_linears, offload_units
 from qengine.runtime.quant_select import select_quant
 from qengine.runtime.weight_stream import Lane, WeightStream
+from qengine_kernels.moe_gemm.reference import grouped_reference
+from torch_linear import TorchLinearOp, TorchLinearScheme
 from toy_models import awq_config, llama_config, write_json
 
 CPU = torch.device("cpu")
@@ -86,15 +88,50 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 TURING = DeviceInfo("cuda", "T4", (7, 5), 65536, 15 << 30)
 
 
-class Tower:
-    """Sparse layers one upon the other and nothing else: experts of a format, in the interpreter, in little time."""
+class StackedOp(ExpertsOp):
+    """One linear of all experts in one tensor, multiplied by torch, with slots: a third party's."""
 
-    LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 64
+    def __init__(self, dense: torch.Tensor) -> None:
+        self.dense = dense
+        _, self.out_features, self.in_features = dense.shape
+
+    def bind(self, expert: int, shards: Sequence[LinearShard]) -> LinearOp:
+        self.dense[expert] = torch.cat([shard.tensors["weight"] for shard in shards])
+        return TorchLinearOp(self.dense[expert], None)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {"dense": self.dense}
+
+    def over(self, stacks: Mapping[str, torch.Tensor]) -> ExpertsOp:
+        return StackedOp(stacks["dense"])
+
+    def __call__(self, x: torch.Tensor, pairs: ExpertPairs, combine: bool) -> torch.Tensor:
+        weights = pairs.weights if combine else None
+        return grouped_reference(x, self.dense, pairs.order, pairs.offsets, pairs.top_k, weights)
+
+
+class StackedScheme(TorchLinearScheme):
+    def bind_experts(
+        self, spec: LinearSpec, count: int, device: torch.device, info: DeviceInfo, dtype: torch.dtype
+    ) -> ExpertsOp:
+        return StackedOp(torch.full((count, spec.out_features, spec.in_features), torch.nan))
+
+
+class Tower:
+    """Sparse layers one upon the other and nothing else: experts of a format in little time."""
+
+    LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 32
 
     def __init__(
-        self, folder: Path, quant: dict[str, Any] | None, lane: Lane | None = None, slots: int = 0
+        self,
+        folder: Path,
+        quant: dict[str, Any] | None,
+        lane: Lane | None = None,
+        slots: int = 0,
+        torch_only: bool = False,
     ) -> None:
-        """Random weights; with a lane, the experts of all layers offloaded, with so many slots each."""
+        """Random weights; with a lane, the experts of all layers offloaded, with so many slots each. The format is that
+        of `quant` (None: 16 bits) in the interpreter, or `StackedScheme`."""
         write_json(folder / "config.json", llama_config(**MOE, **({"quantization_config": quant} if quant else {})))
         checkpoint = Checkpoint.config_only(folder)
         choice = select_quant(None, checkpoint.quant)
@@ -103,16 +140,16 @@ class Tower:
         self.layers = [SparseMoE(ctx, f"model.layers.{i}.mlp", spec, ExpertNames()) for i in range(self.LAYERS)]
         source = dummy_source(ctx.leaves, choice.quant, checkpoint.quant, torch.float16, 0, CPU)
         plan = resolve(ctx.leaves, source, choice.quant, choice.dense, TURING, torch.float32)
-        self.store: OffloadStore | None = None
-        self.stream: WeightStream | None = None
-        if lane is None:
-            load(plan)
-            return
         experts: list[list[Linear]] = [[*layer.gate_up.leaves, *layer.down.leaves] for layer in self.layers]
-        self.store = OffloadStore(experts, CPU, slots)
+        if torch_only:
+            for leaf in (leaf for own in experts for leaf in own):
+                leaf.resolve([StackedScheme()] * len(leaf.specs))
+        self.store = None if lane is None else OffloadStore(experts, CPU, slots)
         load(plan, store=self.store)
-        hooked = [[layer.router, *own] for layer, own in zip(self.layers, experts, strict=True)]
-        self.stream = self.store.stream(lane, hooked)
+        self.stream: WeightStream | None = None
+        if self.store is not None and lane is not None:
+            hooked = [[layer.router, *own] for layer, own in zip(self.layers, experts, strict=True)]
+            self.stream = self.store.stream(lane, hooked)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """One forward pass over [tokens, WIDTH]."""
