@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import triton
+from cross_compile_sass import disassembled, faults_of_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -55,13 +56,28 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
     constants = {(names.index(k),): v for k, v in values.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
-    refuse_operands_in_use(compiled.asm["ttgir"])
+    if chip.sm == 90:
+        refuse_memory_in_use(compiled.asm, compiled.metadata.num_warps)
+    if values.get("PDL"):
+        refuse_early_access(compiled.asm["ptx"])
     return int(compiled.metadata.shared)
 
 
-def refuse_operands_in_use(ttgir: str) -> None:
+def refuse_memory_in_use(asm: dict[str, Any], num_warps: int) -> None:
     """Products of sm_90 read an operand in registers until they end. Where some are left under way, the next step may
-    write to those registers before: nothing in the language forbids it, and results are wrong now and then."""
-    in_registers = re.search(r"warp_group_dot %[^\n]*dot_op", ttgir)
-    if in_registers and re.search(r"warp_group_dot_wait[^\n]*pendings = [1-9]", ttgir):
+    write to those registers before: nothing in the language forbids it, and results are wrong now and then. Machine
+    code shows whether it does, and what Triton asks for whether it might with another assembler."""
+    in_registers = re.search(r"warp_group_dot %[^\n]*dot_op", asm["ttgir"])
+    if in_registers or (num_warps > 4 and "warp_group_dot %" in asm["ttgir"]):
+        faults = faults_of_products(disassembled(asm["cubin"]), num_warps)
+        if faults:
+            raise AssertionError(f"{len(faults)} instructions write too early, such as {faults[0]}")
+    if in_registers and re.search(r"warp_group_dot_wait[^\n]*pendings = [1-9]", asm["ttgir"]):
         raise AssertionError("products are left under way while their operands are in registers")
+
+
+def refuse_early_access(ptx: str) -> None:
+    """A kernel that starts while the one before it ends must not touch memory before it has waited."""
+    first = re.search(r"griddepcontrol\.wait|\b(ld|st|red|atom)(\.\w+)*\.global|cp\.async", ptx)
+    if first is None or first[0] != "griddepcontrol.wait":
+        raise AssertionError(f"{first and first[0]} comes before the wait for earlier kernels")

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from cross_compile_cache import FUNCTIONS, attention, cache_writes, helpers_of_attention, packed_rows, rotated_writes
 from cross_compile_variant import ITEM, Variant, compile_variant, split_options
 
@@ -23,6 +25,9 @@ from qengine_awq.kernels import unpack_nibble
 from qengine_compressed_tensors.kernels import int8_dot, int8_encode
 from qengine_dense.kernels import identity_decode
 from qengine_gptq.kernels import UNPACK as GPTQ_UNPACK
+from qengine_kernels.expert_slots.kernel import choose_slots_kernel, fetch_experts_kernel, name_slots_kernel
+from qengine_kernels.expert_slots.launcher import BLOCK_NAMES, BLOCK_P, BLOCK_S
+from qengine_kernels.expert_slots.tables import NARROW_PIECE, WIDE_PIECE
 from qengine_kernels.fp8.device import (
     e4m3_decode_finite,
     e4m3_dot,
@@ -36,6 +41,7 @@ from qengine_kernels.gated_activation.kernel import (
 from qengine_kernels.launch import Chip
 from qengine_kernels.moe_gemm.config import plan_grouped
 from qengine_kernels.moe_gemm.kernel import grouped_gemm_kernel
+from qengine_kernels.overlap import wait_for_earlier
 from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_rows_kernel
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
@@ -194,6 +200,19 @@ def experts(
     yield Variant(name, grouped_gemm_kernel, types, constants, options, aligned)
 
 
+def expert_slots() -> Iterator[Variant]:
+    """512 experts, 256 slots, 256 ids: the largest in use. Nothing in them depends on the chip."""
+    tables = {"p_slot_of": "i32", "p_expert_of": "i32", "p_used": "i64", "p_counts": "i64", "p_fetch": "i32"}
+    ids = {"p_ids": "i64", "p_slots": "i64"}
+    sizes = {"EXPERTS": 512, "SLOTS": 256, "MOST": 256, "BLOCK_P": BLOCK_P, "BLOCK_S": BLOCK_S}
+    yield Variant("choose_slots", choose_slots_kernel, tables | ids, sizes)
+    for element, unit, block in (("i32", 4, WIDE_PIECE // 4), ("u8", 1, NARROW_PIECE)):
+        types = tables | {"p_source": element, "p_pool": element, "p_pieces": "i64"}
+        constants = {"UNIT": unit, "BLOCK": block, "ENTER": True}
+        yield Variant(f"fetch_experts {element}", fetch_experts_kernel, types, constants)
+    yield Variant("name_slots", name_slots_kernel, tables | ids, {"BLOCK": BLOCK_NAMES})
+
+
 def int8_activations(chip: Chip, dtype: str, m: int, k: int) -> Iterator[Variant]:
     native = chip.sm >= 80
     plan = plan_pair(chip, m, 4096, k, k, native)
@@ -232,6 +251,9 @@ def variants(chip: Chip) -> Iterator[Variant]:
     if chip.tensor_cores:
         yield from attention(chip, half, "e4m3", native, (4, 128), False, {})
         yield from attention(chip, half, "same", False, (2, 256), False, {"WINDOW": 1024, "SOFT_CAP": True})
+        if chip.sm == 90:  # eight warps whose products overlap
+            yield from attention(chip, half, "same", False, (4, 128), False, {})
+            yield from tiles(chip, half, 300, 28672, 4096, 0, torch.float16)
         if float32:
             yield from attention(chip, "fp32", "same", False, (7, 128), False, {})
     yield Variant(
@@ -253,6 +275,8 @@ def variants(chip: Chip) -> Iterator[Variant]:
     yield from experts(chip, half, "words", 1, False)
     yield from experts(chip, half, "floats", 1, True)
     yield from experts(chip, half, "bytes", 4, False)
+    if chip.sm in (75, 90, 120):
+        yield from expert_slots()
     if native:
         for m, k, block in ((1, 4096, 128), (64, 640, 640), (1000, 4096, 128)):
             yield from fp8_native(chip, half, m, k, block)
@@ -280,12 +304,21 @@ def variants(chip: Chip) -> Iterator[Variant]:
             yield from gemms(chip, "fp32", 64, 200, 40, False, 1)
 
 
+@triton.jit
+def early_kernel(p_x, PDL: tl.constexpr):
+    b_x = tl.load(p_x)
+    wait_for_earlier(PDL)
+    tl.store(p_x, b_x + 1.0)
+
+
 def control() -> list[tuple[Variant, Chip]]:
-    """Variants that must fail: hardware casts on chips that have none, and products that are not waited for."""
+    """Variants that must fail: hardware casts on chips that have none, a kernel that loads before it waits, and
+    products that are not waited for."""
     casts = [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
     hopper = Chip.known(90)
     product = next(tiles(hopper, "bf16", 60, 28672, 4096, 128, torch.float16))
-    return [*casts, (replace(product, constants=product.constants | {"FINISH": False}), hopper)]
+    early = Variant("early", early_kernel, {"p_x": "fp32"}, {"PDL": True})
+    return [*casts, (early, hopper), (replace(product, constants=product.constants | {"FINISH": False}), hopper)]
 
 
 def report(variant: Variant, chip: Chip) -> None:

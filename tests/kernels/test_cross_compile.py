@@ -59,8 +59,36 @@ def test_what_must_fail_fails() -> None:
     """Control: the compiler does refuse e4m3 casts below sm_89, and products left under way are seen, so success above
     means something."""
     (rows,) = run(["control"])
-    assert len(rows) == 4 and all("error" in row for row in rows), rows
+    assert len(rows) == 5 and all("error" in row for row in rows), rows
+    assert "before the wait" in rows[-2]["error"]
     assert "under way" in rows[-1]["error"]
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   LDS.64 R6, [R4] ;
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R7, gdesc[UR4], R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, {pending} ;
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R61], desc[UR14][R20.64] ;
+        /*0060*/              @!P6 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_what_machine_code_may_not_do_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A register that a product of the step before still reads is written to; shared memory is, when one group of warps
+    alone knows that the product has ended."""
+    monkeypatch.syspath_prepend(WORKER.parent)
+    from cross_compile_sass import faults_of_products
+
+    late = LOOP.format(pending="0x1")
+    assert [fault[:4] for fault in faults_of_products(late, 4)] == ["0010"]
+    assert [fault[:4] for fault in faults_of_products(late, 8)] == ["0010", "0050"]
+    assert faults_of_products(LOOP.format(pending="0x0"), 8) == []
+    assert [fault[:4] for fault in faults_of_products(late.replace("R7", "gdesc[UR8]"), 8)] == ["0050"]
+    with pytest.raises(ValueError, match="no products"):
+        faults_of_products(late.replace("HGMMA", "HMMA"), 8)
 
 
 def test_limits_are_the_documented_ones() -> None:
