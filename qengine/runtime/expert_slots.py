@@ -126,7 +126,8 @@ class SlotLayers:
         """Let the sparse layers use their slots; `hosts`: each layer's bytes on the host, and where tensors begin."""
         for layer, counts, (host, places) in zip(self.layers, self.counts, hosts, strict=True):
             tables = SlotTables.empty(layer.moe.spec.num_experts, layer.count, counts)
-            layer.moe.slots = ExpertSlots(*layer.ops, tables, layer.copies(host, places), self.use)
+            up, down = layer.ops
+            layer.moe.slots = ExpertSlots(up, down, tables, layer.copies(host, places), self.use)
 
     def disconnect(self) -> None:
         for layer in self.layers:
