@@ -174,6 +174,25 @@ def test_more_memory_never_gives_less(i: PlanInput, more_mib: int, offload: bool
         assert found.num_blocks >= less.num_blocks
 
 
+@settings(max_examples=30, **COMMON)
+@given(inputs(), st.integers(1, 16_000))
+def test_more_memory_never_gives_fewer_slots(i: PlanInput, more_mib: int) -> None:
+    """And those that are given are the most: one more leaves too little room for the length."""
+    assume(i.units[0].experts)
+    i = dataclasses.replace(i, offload=None, expert_slots=None)
+    less = attempt(i)
+    assume(less is not None and less.inputs.offloaded.slots)
+    assert less is not None and less.inputs.expert_slots is not None
+    one_more = dataclasses.replace(less.inputs, expert_slots=less.inputs.expert_slots + 1)
+    assert less.inputs.expert_slots >= i.units[0].top_k
+    assert attempt(one_more) is None or less.inputs.expert_slots == i.units[0].experts
+    found = attempt(dataclasses.replace(i, total=i.total + more_mib * MIB, free=i.free + more_mib * MIB))
+    assert found is not None and found.max_model_len >= less.max_model_len
+    if found.inputs.offloaded.units:
+        assert (found.inputs.expert_slots or 0) >= less.inputs.expert_slots
+    assert found.planned <= found.inputs.budget
+
+
 @settings(max_examples=20, **COMMON)
 @given(inputs())
 def test_automatic_offload_takes_the_fewest_layers(i: PlanInput) -> None:
