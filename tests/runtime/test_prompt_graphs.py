@@ -61,7 +61,8 @@ def use_graphs_of_the_interpreter(runner: Runner, patch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+    small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1, **small)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter; a GPU runs the test below")
@@ -77,8 +78,10 @@ def test_a_padded_step_computes_what_its_own_tokens_give(tiny: Path, monkeypatch
         def both(inputs: StepInputs) -> Any:
             with poisoned_empty():
                 got = real(inputs)
-            if got is not None:
-                replayed.append((kind, inputs.batch.host_query_lens))
+            if got is None:
+                return None
+            replayed.append((kind, inputs.batch.host_query_lens))
+            if kind == "prompt" or len(replayed) == 2:  # not all decodes: eager steps take long here
                 hidden = model.forward(inputs.token_ids, inputs.batch)
                 assert relative_error(got[0], hidden) < 1e-5
                 assert relative_error(got[1], model.logits(hidden[inputs.sample_rows])) < 1e-5
@@ -89,9 +92,9 @@ def test_a_padded_step_computes_what_its_own_tokens_give(tiny: Path, monkeypatch
     for kind, one in (("decode", runner.graphs), ("prompt", runner.prompt_graphs)):
         monkeypatch.setattr(one, "run", compared(kind, one.run))  # type: ignore[union-attr]
     gen = torch.Generator().manual_seed(3)
-    lengths = {"short": 5, "chunked": 50, "late": 20}
+    lengths = {"short": 5, "chunked": 46, "late": 12}
     prompts = {name: torch.randint(0, 250, (n,), generator=gen).tolist() for name, n in lengths.items()}
-    asked = [request(name, prompt, max_tokens=6) for name, prompt in prompts.items()]
+    asked = [request(name, prompt, max_tokens=5) for name, prompt in prompts.items()]
     found = Run(engine)
     for new in asked[:2]:
         engine.add(new)
