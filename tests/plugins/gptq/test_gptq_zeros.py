@@ -36,8 +36,8 @@ def test_twins_mean_the_same() -> None:
 
 
 def test_the_wrong_convention_is_one_scale_off() -> None:
-    """The control of C01: code 8 with scale 0.5 becomes -0.5. Asymmetric zeros can't be cross-checked, so that file
-    shows it; in a symmetric one the reading is corrected and the contradiction reported."""
+    """The control of C01: code 8 with scale 0.5 becomes -0.5. So few asymmetric zeros can't be cross-checked, so that
+    file shows it; in a symmetric one the reading is corrected and the contradiction reported."""
     zeros = torch.full((2, 32), 8)
     zeros[0, 0] = 3
     tensors = {
