@@ -315,10 +315,10 @@ def control() -> list[tuple[Variant, Chip]]:
     """Variants that must fail: hardware casts on chips that have none, a kernel that loads before it waits, and
     products that are not waited for."""
     casts = [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
-    hopper = Chip.known(90)
-    product = next(tiles(hopper, "bf16", 60, 28672, 4096, 128, torch.float16))
     early = Variant("early", early_kernel, {"p_x": "fp32"}, {"PDL": True})
-    return [*casts, (early, hopper), (replace(product, constants=product.constants | {"FINISH": False}), hopper)]
+    waiting = [next(tiles(Chip.known(90), "bf16", 60, 28672, 4096, group, torch.float16)) for group in (0, 128)]
+    products = [replace(variant, constants=variant.constants | {"FINISH": False}) for variant in waiting]
+    return casts + [(variant, Chip.known(90)) for variant in (early, *products)]
 
 
 def report(variant: Variant, chip: Chip) -> None:
