@@ -43,6 +43,8 @@ def _slot_notes(config: EngineConfig, inputs: PlanInput) -> list[str]:
         f"({gib(inputs.offloaded.slots)}): steps of up to {tokens} tokens copy experts that have none, larger ones "
         "whole layers"
     ]
+    if config.max_num_seqs > tokens:
+        notes.append(f"--max-num-seqs {tokens} would keep every decode step so small; more sequences copy whole layers")
     if slots > experts:
         notes.append(f"--expert-slots {asked} is more than the {experts} experts of a layer")
     return notes

@@ -16,7 +16,8 @@ from qengine.runtime.plan_chart import segments
 from qengine.runtime.plan_report import PlanReport, plan_report
 
 GIB = 2**30
-LAYERS, EXPERTS, TOP_K = 48, 128, 8
+LAYERS, EXPERTS, TOP_K = 6, 128, 8
+"""The first layers stand for all, as plans of thousands of experts take their time."""
 EXPERT = 3 * 2048 * 768 * (4 + (16 + 8) / 128) / 8
 """Bytes of gate, up and down of Qwen3-30B-A3B in 4 bits, with a scale and a zero point for each 128 inputs."""
 STEPS: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 4096}
@@ -24,11 +25,11 @@ STEPS: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 16, "ma
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("mixture"), "Qwen3-30B-A3B", "awq")
+    return write_config(tmp_path_factory.mktemp("mixture"), "Qwen3-30B-A3B", "awq", num_hidden_layers=LAYERS)
 
 
-def plan_for(folder: Path, **options: Any) -> PlanReport:
-    return plan_report(EngineConfig(model=str(folder), **STEPS | options), "t4")
+def plan_for(folder: Path, gpu: str = "t4", **options: Any) -> PlanReport:
+    return plan_report(EngineConfig(model=str(folder), **STEPS | options), gpu)
 
 
 def test_slots_by_hand(mixture: Path) -> None:
@@ -44,6 +45,9 @@ def test_slots_by_hand(mixture: Path) -> None:
     assert memory.slot_ceiling == pytest.approx(12e9 / (LAYERS * TOP_K * EXPERT), rel=1e-3)
     assert any("of one token when none of its experts has a slot" in line for line in memory.ceilings)
     assert any("32 of 128 experts" in note and "up to 4 tokens" in note for note in report.notes)
+    assert any("--max-num-seqs 4 would keep every decode step so small" in note for note in report.notes)
+    few = plan_for(mixture, cpu_offload_gb=100.0, expert_slots=32, max_num_seqs=4)
+    assert not any("--max-num-seqs" in note for note in few.notes)
     assert sum(size for _, size in segments(memory)) == lines["device total"]
     without = plan_for(mixture, cpu_offload_gb=100.0).memory
     assert without is not None and without.expert_slots == 0 and without.slot_ceiling is None
@@ -51,21 +55,20 @@ def test_slots_by_hand(mixture: Path) -> None:
 
 
 def test_automatic_slots_are_the_most_that_fit(mixture: Path) -> None:
-    memory = plan_for(mixture, cpu_offload_gb=None, expert_slots=None).memory
+    tight: dict[str, Any] = {"gpu_memory_utilization": 0.2}
+    memory = plan_for(mixture, cpu_offload_gb=None, expert_slots=None, **tight).memory
     assert memory is not None and memory.max_model_len == 4096 and len(memory.offloaded_layers) == LAYERS
     most = memory.expert_slots
     assert TOP_K <= most < EXPERTS
-    more = plan_for(mixture, cpu_offload_gb=100.0, expert_slots=most + 1)
+    more = plan_for(mixture, cpu_offload_gb=100.0, expert_slots=most + 1, **tight)
     assert more.refused is not None and f"--expert-slots {most}" in more.would_work
-    assert plan_for(mixture, cpu_offload_gb=100.0, expert_slots=most).refused is None
+    assert plan_for(mixture, cpu_offload_gb=100.0, expert_slots=most, **tight).refused is None
     # More slots than experts are all of them, and said.
-    capped = plan_report(
-        EngineConfig(model=str(mixture), cpu_offload_gb=2.0, expert_slots=500, **STEPS), "a100-80"
-    )
+    capped = plan_for(mixture, cpu_offload_gb=1.0, expert_slots=500)
     assert any("is more than the 128 experts" in note for note in capped.notes)
     assert any("take all that offload saves" in note for note in capped.notes)
     # Where everything fits, nothing is offloaded and there is nothing to have slots for.
-    roomy = plan_report(EngineConfig(model=str(mixture), cpu_offload_gb=None, expert_slots=None, **STEPS), "a100-80")
+    roomy = plan_for(mixture, cpu_offload_gb=None, expert_slots=None)
     assert roomy.memory is not None and roomy.memory.expert_slots == roomy.memory.offloaded_bytes == 0
     assert any("nothing is offloaded" in note for note in roomy.notes)
 

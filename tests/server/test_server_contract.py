@@ -216,6 +216,8 @@ NAMES = (
     "kv_cache_usage_perc",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "expert_cache_queries_total",
+    "expert_cache_hits_total",
     "num_preemptions_total",
     "prompt_tokens_total",
     "generation_tokens_total",
