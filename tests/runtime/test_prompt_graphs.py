@@ -62,7 +62,7 @@ def use_graphs_of_the_interpreter(runner: Runner, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1, **small)
+    return make_tiny(tmp_path_factory.mktemp("tiny"), **small)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter; a GPU runs the test below")
@@ -92,22 +92,33 @@ def test_a_padded_step_computes_what_its_own_tokens_give(tiny: Path, monkeypatch
     for kind, one in (("decode", runner.graphs), ("prompt", runner.prompt_graphs)):
         monkeypatch.setattr(one, "run", compared(kind, one.run))  # type: ignore[union-attr]
     gen = torch.Generator().manual_seed(3)
-    lengths = {"short": 5, "chunked": 46, "late": 12}
-    prompts = {name: torch.randint(0, 250, (n,), generator=gen).tolist() for name, n in lengths.items()}
-    asked = [request(name, prompt, max_tokens=5) for name, prompt in prompts.items()]
+    lengths = {"long": (40, 2), "a": (2, 3), "b": (3, 3), "c": (4, 3), "late": (20, 8), "tail": (6, 2)}
+    asked = {
+        name: request(name, torch.randint(0, 250, (n,), generator=gen).tolist(), max_tokens=new, ignore_eos=True)
+        for name, (n, new) in lengths.items()
+    }
     found = Run(engine)
-    for new in asked[:2]:
-        engine.add(new)
-    for _ in range(4):
+
+    def add(*names: str) -> None:
+        for name in names:
+            engine.add(asked[name])
         found.step()
-    engine.add(asked[2])
+
+    add("long")
     while engine.has_work:
         found.step()
-    kinds = [kind for kind, _ in replayed]
-    assert kinds.index("decode") < len(kinds) - 1 - kinds[::-1].index("prompt"), "in turn"
-    assert any(max(lens) > 1 and len(lens) > 1 for kind, lens in replayed if kind == "prompt")
-    assert engine.stats().steps > len(replayed), "a step of 48 tokens is too large"
-    assert found.ids == run(toy_engine(tiny, block_size=BLOCK), asked).ids
+    assert not any(kind == "prompt" for kind, _ in replayed), "40 tokens are too many"
+    add("a", "b", "c")
+    found.step()
+    add("late")
+    while engine.stats().num_running > 1:
+        found.step()
+    add("tail")  # fewer sequences and tokens than before, in front of what they have left in the buffers
+    while engine.has_work:
+        found.step()
+    assert [lens for kind, lens in replayed if kind == "prompt"] == [[2, 3, 4], [1, 1, 1, 20], [1, 6]]
+    assert replayed[-1][0] == "decode"
+    assert found.ids == run(toy_engine(tiny, block_size=BLOCK), list(asked.values())).ids
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -146,7 +157,7 @@ def test_replayed_prompts_are_eager_ones(tmp_path: Path, kv: str) -> None:
     options = {"device": "cuda", "dtype": "half", "kv_cache_dtype": kv, "kv_cache_memory_bytes": 16 << 20}
     folder = make_tiny(tmp_path)
     gen = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, 250, (n,), generator=gen).tolist() for n in (1, 5, 31, 32, 33, 130, 400)]
+    prompts = [torch.randint(0, 250, (n,), generator=gen).tolist() for n in (1, 5, 31, 40, 50, 130, 400)]
     eager = toy_engine(folder, enforce_eager=True, **options)
     want = [greedy(eager, [p], 8)[0] for p in prompts]
     engine = toy_engine(folder, **options)
@@ -156,11 +167,11 @@ def test_replayed_prompts_are_eager_ones(tmp_path: Path, kv: str) -> None:
     replayed: list[Any] = []
     real = prompts_replayed.run
     prompts_replayed.run = lambda inputs: replayed.append(real(inputs)) or replayed[-1]  # type: ignore[method-assign]
-    found = [greedy(engine, [p], 8)[0] for p in prompts]
-    alone = len([r for r in replayed if r is not None])
-    assert alone == len(prompts) - 1, "one token alone is a decode"
-    found_together = greedy(engine, prompts, 8)
-    assert len([r for r in replayed if r is not None]) > alone
-    for texts in (found, found_together):
-        differences = [first_clear_difference(a, b, 0.1) for a, b in zip(want, texts, strict=True)]
+    batches = [range(6), *([i] for i in range(7)), range(7)]  # smaller steps behind larger ones, and cached prefixes
+    for batch in batches:
+        before = len([r for r in replayed if r is not None])
+        found = greedy(engine, [prompts[i] for i in batch], 8)
+        differences = [first_clear_difference(want[i], text, 0.1) for i, text in zip(batch, found, strict=True)]
         assert not any(differences), differences
+        alone = list(batch) == [0]  # one token is a decode, also where it is all that is not cached
+        assert alone or len([r for r in replayed if r is not None]) > before
