@@ -39,13 +39,21 @@ def test_blocks_come_back_bit_equal(widths: tuple[int, ...], device: str, monkey
         assert not t[:11].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_host_block_is_used_again_and_again(device: str) -> None:
-    """Each round writes what the round before read, through both directions' buffers."""
+@pytest.mark.parametrize(
+    ("device", "late"),
+    [("cpu", ""), *(pytest.param("cuda", late, marks=pytest.mark.gpu) for late in ("", "compute", "out", "back"))],
+)
+def test_a_host_block_is_used_again_and_again(device: str, late: str) -> None:
+    """Each round writes what the round before read, through both directions' buffers. On a GPU also with one of the
+    streams some milliseconds behind the others, which shows what does not wait for it."""
     store = storage((256, 128), 9, device)
     host = HostBlocks(store, 4)
     want = [t[1:5].clone() for t in store]
     for turn in range(20):
+        if late:
+            streams = {"compute": torch.cuda.current_stream(), "out": host._out_stream, "back": host._back_stream}
+            with torch.cuda.stream(streams[late]):
+                torch.cuda._sleep(10_000_000)
         here, there = (1, 5) if turn % 2 == 0 else (5, 1)
         host.copy_out([(here + i, 1 + (i + turn) % 4) for i in range(4)])
         for t in store:
