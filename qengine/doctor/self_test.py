@@ -1,5 +1,5 @@
 """Every kernel that serving would use here, against plain float32 arithmetic: linears of each format, KV caches, norms,
-rotation, activations, experts."""
+rotation, activations, experts, maxima of logits."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from qengine.plugin import DeviceInfo, LinearSpec
 from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime.device import choose_dtype
 from qengine.runtime.device_matrix import kv_plugins
+from qengine.runtime.maxima import wrong_maxima
 from qengine.runtime.quant_config import QuantConfig
 from qengine.runtime.quant_select import DENSE, select_quant
 
@@ -32,6 +33,7 @@ SPECS = (LinearSpec("model.layers.0.mlp.up_proj", 256, 192), LinearSpec("model.l
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Relative error against float32, by compute dtype."""
 KV_CHECKS = ("store", "attention")
+VOCABULARIES = (320, 4096, 151936)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def _tests(place: Place) -> Iterator[tuple[str, Test]]:
     for name, layer_test in LAYER_TESTS:
         for dtype, limit in place.limits:
             yield f"{name}, {short(dtype)}", partial(layer_test, place.device, place.info, dtype, limit)
+    yield "maxima of logits", partial(_maxima, place)
     for what, stored in stored_linears():
         for dtype, limit in place.limits:
             yield f"{what}, {short(dtype)}", partial(_linear, stored, place, dtype, limit)
@@ -138,6 +141,13 @@ def _linear(stored: list[Stored], place: Place, dtype: torch.dtype, limit: float
         compare(own, op, place, dtype, limit + ROUNDED if op.rounds_activations else limit, ROWS)
         kernel = op.kernel
     return kernel
+
+
+def _maxima(place: Place) -> str:
+    for vocab_size in VOCABULARIES:
+        wrong = wrong_maxima(place.device, vocab_size)
+        need(wrong is None, f"{vocab_size} logits: {wrong}")
+    return "Triton, parts of rows first" if place.device.type == "cuda" else "torch"
 
 
 def _kv(check: Check, subject: KVSubject) -> str:

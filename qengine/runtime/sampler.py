@@ -22,6 +22,7 @@ from qengine.messages import TokenLogprobs
 from qengine.runtime.logit_edits import LogitEdits, has_penalty, may_edit
 from qengine.runtime.logprobs import PendingLogprobs, logprobs_of, start_logprobs
 from qengine.runtime.marker import mark, wait
+from qengine.runtime.maxima import RowMax
 from qengine.runtime.random_streams import stream_of, uniforms
 from qengine.sampling_params import SamplingParams
 from qengine_kernels.row_max import row_max
@@ -138,6 +139,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self.seed = seed
+        self.row_max: RowMax = row_max
         self._edits = LogitEdits()
         self._batch: SamplingBatch | None = None
         self._streams: dict[str, int] = {}
@@ -186,7 +188,7 @@ class Sampler:
         that are not known matter to edits only (see `needs_ids`). `u`: the `uniforms`, where they are there already."""
         batch = self.batch(requests)
         work = self._edits.apply(logits, requests, positions, batch.edited)
-        best, tokens, ids = row_max(work)
+        best, tokens, ids = self.row_max(work)
         if work is not logits:
             ids = torch.where(torch.isfinite(logits.amax(dim=1)), ids, -1)
         if batch.random:

@@ -11,6 +11,7 @@ import torch
 from qengine.core.request import Request
 from qengine.core.step import ScheduledSequence, Step
 from qengine.runtime.cache_dir import cache_root
+from qengine.runtime.maxima import wrong_maxima
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import needs_ids
@@ -18,6 +19,7 @@ from qengine.runtime.threads import SIZES, ThreadChoice, choose_threads
 from qengine.sampling_params import SamplingParams
 from qengine_kernels import cpu_fused
 from qengine_kernels.compile_watch import kernels_compiled
+from qengine_kernels.row_max.reference import row_max_reference
 
 GREEDY = SamplingParams(temperature=0.0)
 LARGEST_DECODE = 256
@@ -48,7 +50,7 @@ def warm_up(
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     kernels = len(kernels_compiled())
-    fused = [] if on_gpu else [cpu_fused.prepare(cache_root() / "cpu-kernels")]
+    lines = _check_maxima(runner) if on_gpu else [cpu_fused.prepare(cache_root() / "cpu-kernels")]
     longest = max_model_len - 1
     lens = step_sizes(batched_tokens, max_num_seqs, longest) if on_gpu else [[min(CPU_LENGTH, longest)], [1]]
     for query_lens in lens:
@@ -57,7 +59,7 @@ def warm_up(
     if not on_gpu:
         runner.threads = _measure_threads(runner, max_num_seqs)
     runner.cache.zero_blocks([0])
-    lines = [*fused, f"Warm-up took {time.perf_counter() - start:.2f} seconds"]
+    lines.append(f"Warm-up took {time.perf_counter() - start:.2f} seconds")
     if runner.threads is not None:
         lines.append(runner.threads.line())
     if on_gpu:
@@ -67,6 +69,16 @@ def warm_up(
         lines.append(f"Kernels compiled or loaded while warming up: {made}, in {len(lens)} steps of other sizes")
         lines.append(f"Activations measured while warming up ({batched_tokens} tokens): {gib(peak)}")
     return lines
+
+
+def _check_maxima(runner: Runner) -> list[str]:
+    """Greedy tokens by plain torch where kernels would give others; a report line then."""
+    sampler = runner.sampler
+    wrong = wrong_maxima(sampler.device, sampler.vocab_size, sampler.row_max)
+    if wrong is None:
+        return []
+    sampler.row_max = row_max_reference
+    return [f"WARNING: maxima of logits are found by plain torch, because the kernels here find others ({wrong})"]
 
 
 def step_sizes(batched_tokens: int, max_num_seqs: int, longest: int) -> list[list[int]]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from qengine.runtime.warmup import step_sizes
+from qengine.runtime.maxima import RowMax
+from qengine.runtime.warmup import _check_maxima, step_sizes
 from qengine_kernels import cpu_fused
+from qengine_kernels.row_max import row_max
+from qengine_kernels.row_max.reference import row_max_reference
 from toy_engine import request, run, toy_engine
 from toy_models import make_tiny
 
@@ -44,6 +48,31 @@ def test_the_null_block_stays_zero_and_nothing_is_kept(tmp_path: Path) -> None:
     assert "ready in" in line and cpu_fused.loaded() is not None
     out = run(engine, [request("r", [1, 2, 3], max_tokens=4)])
     assert len(out.ids["r"]) == 4
+
+
+def test_maxima_that_are_not_those_of_torch_are_not_used(tmp_path: Path) -> None:
+    runner = toy_engine(make_tiny(tmp_path), max_num_seqs=2).runner
+    sampler = runner.sampler
+
+    def wrong(change: str) -> RowMax:
+        def find(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            best, places, checked = row_max_reference(x)
+            if change == "last of equals":
+                places = x.shape[1] - 1 - x.flip(1).argmax(1)
+            elif change == "no word of infinities":
+                checked = places
+            elif change == "outside":
+                places[3] = x.shape[1]
+            return best, places, checked
+
+        return find
+
+    assert _check_maxima(runner) == [] and sampler.row_max is row_max
+    for change in ("last of equals", "no word of infinities", "outside"):
+        sampler.row_max = wrong(change)
+        [line] = _check_maxima(runner)
+        assert line.startswith("WARNING: maxima of logits are found by plain torch")
+        assert sampler.row_max is row_max_reference and _check_maxima(runner) == []
 
 
 @pytest.mark.gpu
