@@ -24,7 +24,7 @@ from qengine.runtime.graphs import capture_decodes
 from qengine.runtime.kv_cache import KVCache, allocate
 from qengine.runtime.kv_dtypes import block_bytes_line
 from qengine.runtime.kv_scales import ResolvedScales
-from qengine.runtime.kv_swap import measure, start_swapping, take_host_memory
+from qengine.runtime.kv_swap import comes_back, measure, start_swapping, take_host_memory
 from qengine.runtime.loader import LoadReport
 from qengine.runtime.offload import load_weights
 from qengine.runtime.plan_input import CPU_RESERVE, GPU_RESERVE
@@ -62,7 +62,9 @@ def build_engine(config: EngineConfig) -> Engine:
     warm += warm_up(runner, b.batched_tokens, config.max_num_seqs, b.memory.max_model_len, b.device)
     if b.device.type == "cuda":
         warm += _capture(b, runner)
-    if host is not None:
+    if host is not None and not comes_back(host):
+        warm.append("WARNING: KV swap: not used, because blocks did not come back from host memory as they went there")
+    elif host is not None:
         measured = measure(runner, host, b.batched_tokens, b.memory.max_model_len)
         warm.append(f"KV swap: --swap-space {config.swap_space:g} GiB asked, {report.gib(host.nbytes)} pinned")
         warm += start_swapping(pages, host, cast(SwapMode, config.swap_policy), measured)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qengine.core.host_tier import HostTier
+from qengine.core.host_tier import HostTier, stage_rows
 from qengine.core.memory import format_bytes
 from qengine.core.pages import KVCacheManager
 from qengine.core.swap_policy import SwapCosts, SwapMode, SwapPolicy
@@ -70,6 +70,26 @@ def measure(runner: Runner, host: HostBlocks, batched_tokens: int, max_model_len
     token = time_prefill(runner, batched_tokens, max_model_len)
     runner.cache.zero_blocks([0])
     return Measured(SwapCosts(out + back, start, token), out, back)
+
+
+@torch.inference_mode()
+def comes_back(host: HostBlocks) -> bool:
+    """Whether blocks come back as they went, more of them than one buffer holds, with the device's overwritten
+    meanwhile. Takes blocks of the cache, which nobody may have yet, and leaves them zero."""
+    stores = [t.view(torch.uint8) for t in host.storage]
+    count = min(len(stores[0]) - 1, host.num_blocks, 2 * stage_rows(host.block_bytes) + 1)
+    for i, t in enumerate(stores):
+        for block in range(1, count + 1):
+            t[block] = (torch.arange(t.shape[1], device=t.device) * 31 + block * 7 + i) % 251
+    want = [t[1 : count + 1].clone() for t in stores]
+    host.copy_out([(1 + i, host.num_blocks - i) for i in range(count)])
+    for t in stores:
+        t[1 : count + 1] = 255
+    host.copy_in([(host.num_blocks - i, 1 + i) for i in range(count)])
+    right = all(torch.equal(t[1 : count + 1], was) for t, was in zip(stores, want, strict=True))
+    for t in stores:
+        t[1 : count + 1] = 0
+    return right
 
 
 def _each(one: float, many: float, count: int) -> float:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from greedy_compare import first_clear_difference, greedy
+from qengine.core import host_tier
 from qengine.core.swap_policy import SwapCosts
 from qengine.errors import CapacityError
 from qengine.runtime import kv_swap
 from qengine.runtime.device import DeviceMemory
 from qengine.runtime.engine import Engine
 from qengine.runtime.kv_host import HostBlocks, Pairs
-from qengine.runtime.kv_swap import Measured, measure, start_swapping, take_host_memory
+from qengine.runtime.kv_swap import Measured, comes_back, measure, start_swapping, take_host_memory
 from toy_engine import request, run, toy_engine
 from toy_models import make_tiny
 
@@ -125,14 +126,36 @@ def test_an_evicted_prefix_comes_back(folders: dict[str, Path], large: Engine) -
     assert again.outputs[0].num_cached_tokens >= 48 and host.compared >= 2
 
 
-def test_a_wrong_copy_is_seen(folders: dict[str, Path], large: Engine) -> None:
+class Shifted(HostBlocks):
     """The control: blocks that come back as their neighbours."""
+
+    def copy_in(self, pairs: Pairs) -> None:
+        super().copy_in([(host % self.num_blocks + 1, block) for host, block in pairs])
+
+
+class Late(HostBlocks):
+    """The control: blocks that are read when they are overwritten already."""
+
+    def copy_out(self, pairs: Pairs) -> None:
+        self.late = pairs
+
+    def copy_in(self, pairs: Pairs) -> None:
+        super().copy_out(self.late)
+        super().copy_in(pairs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_are_tried_at_start(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "STAGE_BYTES", 3 * 136)
+    storage = [torch.zeros(20, width, dtype=torch.uint8, device=device) for width in (96, 40)]
+    for blocks in (1, 5, 40):
+        assert comes_back(HostBlocks(storage, blocks))
+    assert not comes_back(Shifted(storage, 5)) and not comes_back(Late(storage, 5))
+    assert not any(bool(t.any()) for t in storage), "blocks are zero again"
+
+
+def test_a_wrong_copy_is_seen(folders: dict[str, Path], large: Engine) -> None:
     want = crowd(large)
-
-    class Shifted(HostBlocks):
-        def copy_in(self, pairs: Pairs) -> None:
-            super().copy_in([(host % self.num_blocks + 1, block) for host, block in pairs])
-
     engine = small(large, folders["full"])
     engine.runner.host = Shifted(engine.runner.cache.storage, 100)
     start_swapping(engine.pages, engine.runner.host, "swap", FAST)
