@@ -64,8 +64,14 @@ def test_passes_in_any_order(slots: int, tmp_path: Path) -> None:
     resident = Tower(tmp_path, None, torch_only=True)
     tower = Tower(tmp_path, None, AtItsWorst(), slots, torch_only=True)
     passes = [*inputs(1, 4, 1, 2, 2, 1), *[inputs(1)[0]] * 5, *inputs(3, 1, 1)]
-    for x in passes:
+    assert tower.stream is not None and tower.stream.slots is not None
+    for i, x in enumerate(passes):
         assert torch.equal(tower(x), resident(x))
+        assert not tower.stream.slots.on, "who doesn't say how many tokens a pass has gets whole layers"
+        if i % 3 == 0:  # a pass that ends somewhere
+            tower.stream.begin(1)
+            tower.layers[0](x[:1])
+            tower.stream.restart()
     queries, hits = counted(tower)
     assert queries / 4 < hits <= queries and (hits == queries) is (slots == Tower.EXPERTS)
     assert tower.store is not None and tower.store.slots is not None
