@@ -23,6 +23,9 @@ COLUMNS = 4
 """Numbers of a layer's counts; one more than there are, so that each row begins at an aligned address."""
 
 
+REPEATS = 3
+
+
 class NoSlots(Exception):
     """Why these experts can't have slots."""
 
@@ -74,6 +77,13 @@ class SlotLayer:
             made.ops.append(_over(op, stacks, count, moe))
         return made
 
+    def fill(self) -> torch.Tensor:
+        """Fetch the last experts into empty slots; the slots that they took."""
+        assert self.moe.slots is not None
+        self.moe.slots.tables.clear()
+        experts = self.moe.spec.num_experts
+        return self.moe.slots.named(torch.arange(experts - self.count, experts, device=self.pool.device))
+
     def copies(self, host: torch.Tensor, places: dict[int, int]) -> Copies:
         """From the layer's bytes on the host; `places`: where each tensor begins there, by its id."""
         parts = [CopyPart(places[id(stack.whole)], stack.at, stack.nbytes) for stack in self.stacks]
@@ -120,7 +130,7 @@ class SlotLayers:
         self.counts = torch.zeros((len(layers), COLUMNS), dtype=torch.int64, device=device)
         self.use = SlotUse(min(layer.count // layer.moe.spec.top_k for layer in layers))
         self.read_rate: float | None = None
-        """Bytes a second that kernels read from host memory, the best of all checks; None on a CPU."""
+        """Bytes a second that kernels read from host memory; None until measured, and on a CPU."""
 
     def connect(self, hosts: Sequence[tuple[torch.Tensor, dict[int, int]]]) -> None:
         """Let the sparse layers use their slots; `hosts`: each layer's bytes on the host, and where tensors begin."""
@@ -134,19 +144,22 @@ class SlotLayers:
             layer.moe.slots = None
 
     def check(self, number: int) -> bool:
-        """Fill a layer's slots, all empty, and compare them with the experts' own tensors, which must be on the device
-        now: whether this machine's kernels read host memory as they should."""
+        """Fill a layer's slots and compare them with the experts' own tensors, which must be on the device now: whether
+        this machine's kernels read host memory as they should."""
         layer = self.layers[number]
-        slots, first = layer.moe.slots, layer.moe.spec.num_experts - layer.count
-        assert slots is not None
-        ids = torch.arange(first, layer.moe.spec.num_experts, device=layer.pool.device)
-        named, seconds = timed(lambda: slots.named(ids), layer.pool.device)
-        if seconds is not None:
-            rate = layer.count * sum(stack.nbytes for stack in layer.stacks) / max(seconds, 1e-9)
-            self.read_rate = max(self.read_rate or 0.0, rate)
-        if named.tolist() != list(range(layer.count)):
+        if layer.fill().tolist() != list(range(layer.count)):
             return False
+        first = layer.moe.spec.num_experts - layer.count
         return all(torch.equal(_bytes(s.whole[first:]), _bytes(s.slots)) for s in layer.stacks)
+
+    def measure(self) -> None:
+        """Fill the first layer's slots anew, a few times, with nothing else on the link: sets `read_rate`."""
+        layer = self.layers[0]
+        if layer.pool.device.type != "cuda":
+            return
+        torch.cuda.synchronize(layer.pool.device)
+        size = layer.count * sum(stack.nbytes for stack in layer.stacks)
+        self.read_rate = max(size / seconds_of(layer.fill) for _ in range(REPEATS))
 
     def reset(self) -> None:
         """Count anew; the slots keep what they hold."""
@@ -170,16 +183,14 @@ class SlotLayers:
         )
 
 
-def timed(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float | None]:
-    """What `work` returns, and the seconds that a CUDA device took for it."""
-    if device.type != "cuda":
-        return work(), None
+def seconds_of(work: Callable[[], object]) -> float:
+    """What a CUDA device takes for it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    result = work()
+    work()
     end.record()
     end.synchronize()
-    return result, start.elapsed_time(end) * 1e-3
+    return max(start.elapsed_time(end) * 1e-3, 1e-9)
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

@@ -120,6 +120,7 @@ class OffloadStore:
                 pools.refuse(f"kernels can't read host memory here ({(str(e).splitlines() or [type(e).__name__])[0]})")
         if pools.refused is None:
             assert slots is not None
+            slots.measure()
             slots.reset()
             stream.slots, self.slots = slots.use, slots
             return

@@ -37,6 +37,11 @@ class SlotTables:
             counts,
         )
 
+    def clear(self) -> None:
+        """Nobody has a slot any more."""
+        self.slot_of.fill_(-1)
+        self.expert_of.fill_(-1)
+
     @property
     def experts(self) -> int:
         return self.slot_of.shape[0]
