@@ -153,13 +153,18 @@ def test_models_without_experts(tmp_path: Path) -> None:
 
 
 def test_counts_come_with_the_sampled_ids(tmp_path: Path) -> None:
-    """The engine's statistics show what the last collected step brought, and nothing of warming up."""
+    """The engine's statistics show what the last collected step brought, and nothing of warming up; every step says how
+    many tokens it has before it runs, and when it is over."""
     make_tiny(tmp_path)
     engine = toy_engine(tmp_path)
     counts = torch.zeros(4, dtype=torch.int64)
     slots = SimpleNamespace(totals=lambda: counts.add_(torch.tensor([1, 6, 2, 0])).clone(), reset=counts.zero_)
     engine.runner.expert_slots = slots  # type: ignore[assignment]
+    passes: list[int | str] = []
+    stream = SimpleNamespace(begin=passes.append, finish=lambda: passes.append("over"))
+    engine.runner.weights = stream  # type: ignore[assignment]
     run(engine, [request("a", [1, 2, 3], max_tokens=4, ignore_eos=True)])
+    assert passes == [3, "over", 1, "over", 1, "over", 1, "over"]
     stats = engine.stats()
     assert stats.expert_cache_queries == 6 * engine.steps and stats.expert_cache_hits == 2 * engine.steps
     engine.runner.count_anew()
