@@ -107,7 +107,7 @@ def optimum(method: str, source: str, ids: str, out: str) -> None:
         bits=BITS, dataset=data, group_size=GROUP, desc_act=True, act_group_aware=False, sym=True, model_seqlen=LENGTH
     )
     made = quantizer.quantize_model(model, tokenizer)
-    quantizer.dataset = None  # it would be written into the config, and tensors cannot
+    quantizer.dataset = made.config.quantization_config["dataset"] = None  # tensors can't be written into a config
     quantizer.save(made, out)
     tokenizer.save_pretrained(out)
 
