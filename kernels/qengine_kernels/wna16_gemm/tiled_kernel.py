@@ -177,9 +177,10 @@ def _few(
 
 @triton.jit
 def _finished(b_acc):
-    """b_acc, once the matrix units have added to it. Without this, Triton 3.6 leaves products whose left operand is in
-    registers under way on sm_90, and the next step's codes are decoded into those very registers: tiles of 256 rows of
-    x gave wrong sums with one group for all of K, and other kernels only happened to be slow enough."""
+    """b_acc, once the matrix units have added to it. Without this, Triton 3.6 and 3.7 leave products whose left operand
+    is in registers under way on sm_90, and the next step's codes are decoded into those very registers: machine code of
+    all these tiles does so where one group has all of K (sums of wide ones were wrong); elsewhere ptxas may happen to
+    wait."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
