@@ -14,8 +14,8 @@ def captured(forward: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torc
 
     It is run outside of a graph first, which compiles and loads kernels, makes what they keep, and finds out whether
     the pass waits for the device somewhere. That ends a capture, and torch doesn't clean up behind a capture that has
-    ended so: the stream of the capture stays the current one, and the allocator, which still believes in it, gives no
-    cached memory back any more, not even when it has none left.
+    ended so: the stream of the capture stays the current one; the allocator, which still believes in it, gives no
+    cached memory back any more, not even when it has none left; and random numbers can't be drawn.
     """
     try:
         _without_waiting(forward)
@@ -28,11 +28,24 @@ def captured(forward: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torc
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
             forward()
     except RuntimeError:
-        # Raises where torch itself has got so far: then there is nothing to do.
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        _clean_up(pool)
         raise
     return graph
+
+
+def _clean_up(pool: torch.cuda._POOL_HANDLE) -> None:
+    """What the end of a capture does that has not failed."""
+    with contextlib.suppress(RuntimeError):  # torch has got so far itself: then there is nothing to do
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with contextlib.suppress(RuntimeError):
+        _capture_little()
+
+
+def _capture_little() -> None:
+    """A capture that succeeds, whose end is one for the random number generators too."""
+    number = torch.zeros(1, device="cuda")
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        number.add_(1)
 
 
 def _without_waiting(forward: Callable[[], None]) -> None:

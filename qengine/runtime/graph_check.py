@@ -130,12 +130,13 @@ def _sequences(runner: Runner, lens: Sequence[tuple[int, int]], longest: int) ->
 def _apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative difference of two matrices; infinite where not the same values are finite. Some rows at a time: the
     logits of a large step may be all that memory has left."""
-    off = size = 0.0
+    sums = torch.zeros(3, device=want.device)
+    """Of squared differences, of squares, and how many values are finite in one of the two only."""
     for some, others in zip(got.split(ROWS), want.split(ROWS), strict=True):
         finite = others.isfinite()
-        if not torch.equal(finite, some.isfinite()):
-            return float("inf")
-        some, others = (torch.where(finite, t, 0).float() for t in (some, others))
-        off += float((some - others).square().sum())
-        size += float(others.square().sum())
-    return (off / max(size, 1e-60)) ** 0.5
+        sums[2] += (finite != some.isfinite()).sum()
+        some, others = (torch.where(finite & t.isfinite(), t, 0).float() for t in (some, others))
+        sums[0] += (some - others).square().sum()
+        sums[1] += others.square().sum()
+    off, size, unlike = sums.tolist()
+    return float("inf") if unlike else (off / max(size, 1e-30)) ** 0.5

@@ -15,7 +15,7 @@ import torch
 
 from qengine.errors import CapacityError
 from qengine.models.blocks import Decoder
-from qengine.runtime import graphs
+from qengine.runtime import capture, graphs
 from qengine.runtime.capture import captured, reason
 from qengine.runtime.pinned import PinnedMemory
 from qengine.runtime.report import graph_memory_line
@@ -35,6 +35,8 @@ class Device:
         self.mode = self.captures = 0
         self.stream = "main"
         self.capturing = self.broken = False
+        self.generators = True
+        """Whether random numbers can be drawn outside of a capture."""
         self.recording: list[Any] = []
         """Pools that the allocator takes memory of a capture from."""
         cuda = torch.cuda
@@ -47,6 +49,7 @@ class Device:
         patch.setattr(cuda, "stream", self._on)
         patch.setattr(cuda, "graph", self._graph)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
+        patch.setattr(capture, "_capture_little", lambda: setattr(self, "generators", True))
 
     @contextlib.contextmanager
     def _on(self, stream: str) -> Iterator[None]:
@@ -62,7 +65,7 @@ class Device:
         class Capture:
             def __enter__(self) -> None:
                 device.captures += 1
-                device.stream, device.capturing, device.broken = "capture", True, False
+                device.stream, device.capturing, device.broken, device.generators = "capture", True, False, False
                 device.recording.append(pool)
 
             def __exit__(self, *error: object) -> None:
@@ -70,7 +73,7 @@ class Device:
                 if device.broken:
                     raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
                 device.recording.remove(pool)
-                device.stream = "main"
+                device.stream, device.generators = "main", True
 
         return Capture()  # type: ignore[return-value]
 
@@ -121,6 +124,7 @@ def test_a_failed_capture_leaves_nothing(device: Device, breaks: bool) -> None:
     with pytest.raises(RuntimeError) as error:
         captured(forward, POOL)
     assert device.captures == 1 and device.stream == "main" and device.recording == [] and device.mode == 0
+    assert device.generators
     assert reason(error.value) == ("operation not permitted when stream is capturing" if breaks else "out of memory")
 
 
@@ -212,6 +216,7 @@ def test_on_a_gpu_a_failed_capture_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert any(line.startswith("CUDA graphs: not used") for line in engine.facts.report), engine.facts.report
     assert torch.cuda.current_stream() == stream
     assert run(engine, [request("a", [1, 2, 3])]).ids == want
+    assert torch.rand(3, device="cuda").isfinite().all()
     # An allocator that still believes in a capture would not free cached memory for a larger piece.
     free = torch.cuda.mem_get_info()[0]
     pieces = [torch.empty(free // 4, dtype=torch.uint8, device="cuda") for _ in range(3)]
