@@ -16,8 +16,10 @@ from qengine_kernels.cpu_linear.reference import dequantize
 GROUPS = (256, 128, 64, 32)
 ROWS = 16
 """Rows must come in multiples of this; they are padded."""
-CHUNK = 1024
-"""Rows packed at a time: the packer wants int32 codes, eight times the bytes of the result."""
+BLOCK = 64
+"""Rows that the packer lays out together on some CPUs: parts of a weight are multiples of it."""
+AT_ONCE = 1 << 18
+"""Codes packed at a time: the packer wants int32, eight times the bytes of the result."""
 
 
 def int4_available() -> bool:
@@ -67,8 +69,12 @@ def int4_bytes(
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """codes [N, K] 0..15 of any integer dtype, N % 16 == 0 -> torch's packed uint8 [N, K / 2]."""
-    pack = torch._convert_weight_to_int4pack_for_cpu
-    return torch.cat([pack(c.to(torch.int32).contiguous(), 1) for c in codes.split(CHUNK)])
+    rows, in_features = codes.shape
+    out = torch.empty(rows, in_features // 2, dtype=torch.uint8)
+    step = max(1, AT_ONCE // (BLOCK * in_features)) * BLOCK
+    for packed, part in zip(out.split(step), codes.split(step), strict=True):
+        packed.copy_(torch._convert_weight_to_int4pack_for_cpu(part.to(torch.int32).contiguous(), 1))
+    return out
 
 
 class Int4CpuLinear:

@@ -7,6 +7,8 @@ int4's time, and the dense copy wins.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from qengine_kernels.cpu_linear.dense import DenseCpuLinear, Way, dense_bytes, kept_dtype
@@ -76,15 +78,11 @@ class Int8CpuLinear:
             return
         scales, zeros = scales.float(), zeros.float()
         # (high - (zero - 8) / 16) * 16 + (low - 8): the low half has no mean of its own to cancel
-        parts = (
-            (codes >> 4, scales * 16, (zeros - 8) / 16, bias),
-            (codes & 15, scales, torch.full_like(zeros, 8.0), None),
-        )
-        for part, scale, zero, b in parts:
-            half = Int4CpuLinear(
-                part, scale, zero, group_size, b, dtype, limit=ALWAYS, preferred=preferred, keep_dense=False
-            )
-            self.halves.append(half)
+        made = functools.partial(Int4CpuLinear, limit=ALWAYS, preferred=preferred, keep_dense=False)
+        self.halves = [
+            made(codes >> 4, scales * 16, (zeros - 8) / 16, group_size, bias, dtype),
+            made(codes & 15, scales, torch.full_like(zeros, 8.0), group_size, None, dtype),
+        ]
         self.kernel = "8-bit as two int4 halves for every M (no dense copy kept)"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
