@@ -66,7 +66,7 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         "Weight format, a plugin name (see `qengine plugins`). Default: what the checkpoint says. On a 16-bit "
-        "checkpoint, awq first makes a 4-bit copy in the cache, fp8 converts as it loads",
+        "checkpoint, awq and gptq first make a 4-bit copy in the cache, fp8 converts as it loads",
         group=MODEL,
         flags=("--quant", "-q"),
         metavar="NAME",
@@ -85,7 +85,9 @@ class EngineConfig:
         "layer, where that is faster. Off: always exact",
         group=MODEL,
     )
-    seed: int = option(0, "Seed of requests that bring none, and of dummy weights", group=RUN)
+    seed: int = option(
+        0, "Seed of what requests without one draw from, in turn (equal ones differ), and of dummy weights", group=RUN
+    )
     device: str = option("auto", "Device to run on", group=RUN, choices=("auto", "cuda", "cpu"))
     enforce_eager: bool = option(False, "Never capture CUDA graphs", group=RUN)
     kv_cache_dtype: str = option(

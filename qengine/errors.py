@@ -98,3 +98,10 @@ class RequestError(UserError):
 
 class EngineDeadError(QEngineError):
     """The engine loop has ended or no longer answers."""
+
+
+class ShuttingDownError(EngineDeadError):
+    """The server was told to stop; nothing is wrong with the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")

@@ -85,6 +85,8 @@ def describe(found: Inspection) -> list[str]:
     lines += section("On this machine", found.plan)
     lines += section("Notes", found.notes)
     lines += section("Problems", found.problems)
+    if found.servable and found.texts_refused:
+        return [*lines, "", "It can be served with another --tokenizer only (see the notes)."]
     if found.servable:
         return [*lines, "", "It can be served" + (", as far as headers tell." if found.unchecked else ".")]
     return [*lines, "", f"It could not be served: {len(found.problems)} problem(s)."]

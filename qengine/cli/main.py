@@ -81,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parser, by_name = build_parser()
     args, unknown = parser.parse_known_args(argv)
+    own = getattr(args, "action_parser", by_name.get(args.command or "", parser))
+    refuse_unknown(own, [a for a in unknown if a.startswith("-")])  # whose value has been taken for MODEL
     refuse_switch_value(args)
-    refuse_unknown(getattr(args, "action_parser", by_name.get(args.command or "", parser)), unknown)
+    refuse_unknown(own, unknown)
     if args.command is None:
         parser.print_help()
         return 0

@@ -78,6 +78,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_model_len=b.memory.max_model_len,
         kv_tokens=b.memory.kv_tokens,
         block_size=config.block_size,
+        model_context=b.model.max_position,
         report=lines,
     )
     return Engine(scheduler, pages, runner, facts, asynchronous)

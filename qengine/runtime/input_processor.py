@@ -36,6 +36,8 @@ class ModelFacts:
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    model_context: int | None = None
+    """What the model itself allows, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class InputProcessor:
                 texts.tokenizer.vocab_size,
                 engine.vocab_size,
             )
-        facts = ModelFacts(engine.vocab_size, engine.max_model_len, texts.eos_token_ids, texts.defaults)
+        facts = ModelFacts(
+            engine.vocab_size, engine.max_model_len, texts.eos_token_ids, texts.defaults, engine.model_context
+        )
         return cls(texts.tokenizer, facts)
 
     def default_params(self, **given: Any) -> SamplingParams:
@@ -228,13 +232,14 @@ class InputProcessor:
             self._too_long(f"at least {least} tokens ({len(text)} characters)", param)
 
     def _too_long(self, have: str, param: str = "prompt") -> None:
-        longest = self.facts.max_model_len
+        longest, possible = self.facts.max_model_len, self.facts.model_context
+        larger = possible is None or longest < possible
         raise RequestError(
             "the prompt is longer than the model's context",
             param=param,
             have=have,
             need=f"at most {longest - 1} tokens, so that one more fits into {longest}",
-            hint="a shorter prompt, or a larger --max-model-len where memory allows",
+            hint="a shorter prompt" + (", or a larger --max-model-len where memory allows" if larger else ""),
         )
 
     def _sampling(self, params: SamplingParams, num_prompt_tokens: int, shorten: bool) -> SamplingParams:

@@ -83,6 +83,7 @@ class Inspection:
     plan: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    texts_refused: bool = False
 
     @property
     def servable(self) -> bool:
@@ -145,6 +146,7 @@ def _texts(out: Inspection, config: EngineConfig) -> None:
     try:
         ModelTexts.read(config.model or "", folder, trust_remote_code=config.trust_remote_code)
     except UserError as e:
+        out.texts_refused = True
         out.notes.append(f"serving would refuse its texts: {e}")
 
 

@@ -44,22 +44,26 @@ def kv_lines(kv_tokens: int, max_model_len: int, concurrency: float, on_gpu: boo
 
 
 def scale_lines(kv: KVDtypes, scales: Mapping[str, KVScales]) -> list[str]:
-    """The KV scales of every layer that takes some, and their source; one line where all are equal."""
-    seen: dict[str, list[int]] = {}
+    """The KV scales of every layer that takes some: a line for each source, layers with equal ones together."""
+    seen: dict[str, dict[str, list[int]]] = {}
     notes: dict[str, None] = {}
     for i, (pair, s) in enumerate(zip(kv.sides.values(), scales.values(), strict=True)):
         scaled = [(p, x) for p, x in zip(pair, (("k", s.k), ("v", s.v)), strict=True) if p.max_value is not None]
         if not scaled:
             continue
         text = ", ".join(f"{side}={_scale(values.tolist())}" for _, (side, values) in scaled)
-        seen.setdefault(f"{text}, source={s.source}", []).append(i)
+        seen.setdefault(s.source, {}).setdefault(text, []).append(i)
         if s.source.startswith("default"):
             notes |= dict.fromkeys(note for p, _ in scaled if (note := p.uncalibrated_note()))
-    if len(seen) == 1 and len(next(iter(seen.values()))) == len(scales):
-        lines = [f"KV scales, all {len(scales)} layers: {next(iter(seen))}"]
-    else:
-        lines = [f"KV scales, {where(layers)}: {text}" for text, layers in seen.items()]
+    lines = []
+    for source, found in seen.items():
+        parts = [f"{_layers(layers, len(scales))} {text}" for text, layers in found.items()]
+        lines.append(f"KV scales, source={source}: {'; '.join(parts)}")
     return lines + [f"WARNING: {note}" for note in notes]
+
+
+def _layers(layers: Sequence[int], of: int) -> str:
+    return f"all {of} layers" if len(layers) == of else where(layers)
 
 
 def _scale(values: Sequence[float]) -> str:

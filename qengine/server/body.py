@@ -27,6 +27,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     size = 0
     parts: list[bytes] = []
     too_large = declared.isdecimal() and int(declared) > limit
+    if too_large and int(declared) > limit + DISCARD_BYTES:
+        raise _too_large(limit)  # what is announced won't all be read, so nothing is waited for
     async for chunk in request.stream():
         size += len(chunk)
         too_large = too_large or size > limit
@@ -37,12 +39,13 @@ async def read_body(request: Request, limit: int) -> bytes:
         else:
             parts.append(chunk)
     if too_large:
-        raise ApiError(
-            413,
-            f"the request body is too large; have: more than {limit} bytes; need: at most {limit}",
-            code="body_too_large",
-        )
+        raise _too_large(limit)
     return b"".join(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the request body is too large; have: more than {limit} bytes; need: at most {limit}"
+    return ApiError(413, message, code="body_too_large")
 
 
 def decode_body(data: bytes, kind: type[B]) -> B:

@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 
 from qengine.config import EngineConfig
-from qengine.errors import EngineDeadError, UserError
+from qengine.errors import EngineDeadError, ShuttingDownError, UserError
 from qengine.messages import Abort, EngineStats, NewRequest, RequestOutput, StepOutputs
 from qengine.runtime.facts import EngineFacts
 from qengine.server.parent_watch import CLEAN_UP_S, SIGNALS
@@ -113,7 +113,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.streams: dict[str, RequestStream] = {}
         self.dead = asyncio.Event()
-        self.death: str | None = None
+        self.death: EngineDeadError | None = None
         self.process = process
         self._folder = folder
         self._last_heard = time.monotonic()
@@ -203,7 +203,7 @@ class EngineClient:
             message = await self._receive()
             self._last_heard = time.monotonic()
             if isinstance(message, Died):
-                self.give_up(f"the engine stopped: {message.error}")
+                self.give_up(EngineDeadError(f"the engine stopped: {message.error}"))
             elif isinstance(message, StepOutputs):
                 self.stats = message.stats
                 for output in message.outputs:
@@ -214,22 +214,22 @@ class EngineClient:
     async def _watch_process(self) -> None:
         code = await self.process.wait()
         await asyncio.sleep(0.1)  # its last words come through the socket
-        self.give_up(f"the engine process ended ({_ending(code)})")
+        self.give_up(EngineDeadError(f"the engine process ended ({_ending(code)})"))
 
-    def give_up(self, reason: str) -> None:
-        """End every stream with EngineDeadError(reason) and take no more requests."""
+    def give_up(self, error: EngineDeadError) -> None:
+        """End every stream with this error and take no more requests."""
         if self.death is not None or self._stopping:
             return
-        self.death = reason
+        self.death = error
         for stream in set(self.streams.values()):
-            stream.put(EngineDeadError(reason))
+            stream.put(error)
         self.streams.clear()
         self.dead.set()
 
     def check_alive(self) -> None:
         """Raise EngineDeadError when the engine has ended or is about to be stopped."""
         if self.death is not None or self._stopping:
-            raise EngineDeadError(self.death or "the server is shutting down")
+            raise self.death or ShuttingDownError()
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine. Never blocks: the socket's queue has no limit."""
@@ -246,7 +246,7 @@ class EngineClient:
         silent = time.monotonic() - self._last_heard
         busy = self.stats.num_running + self.stats.num_waiting > 0
         still = self.stats.time - self.stats.last_progress if busy else 0.0
-        reason = self.death
+        reason = None if self.death is None else str(self.death)
         if reason is None and silent > limit_s:
             reason = f"the engine has not answered for {silent:.1f} s (limit {limit_s:g} s)"
         elif reason is None and still > limit_s:

@@ -7,7 +7,7 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from qengine.errors import EngineDeadError, RequestError, UserError
+from qengine.errors import EngineDeadError, RequestError, ShuttingDownError, UserError
 from qengine.server.responses import json_response
 
 log = logging.getLogger("qengine.server")
@@ -59,6 +59,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case UserError():
             return ApiError(400, str(error))
+        case ShuttingDownError():
+            return ApiError(503, str(error), type="server_error", code="shutting_down")
         case EngineDeadError():
             return ApiError(503, str(error), type="server_error", code="engine_dead")
         case RequestFailedError():

@@ -16,7 +16,7 @@ import uvicorn
 
 from qengine import __version__
 from qengine.config import EngineConfig
-from qengine.errors import ConfigError
+from qengine.errors import ConfigError, ShuttingDownError
 from qengine.server.app import create_app
 from qengine.server.config import ServerConfig
 from qengine.server.engine_client import EngineClient
@@ -55,7 +55,9 @@ async def answer(
         await asyncio.wait({stopped}, timeout=DEATH_NOTICE_S)
     server.should_exit = True
     loop = asyncio.get_running_loop()
-    give_up = functools.partial(client.give_up, "the server is shutting down")
+    if client.streams and not engine_died:
+        print(f"qengine: finishing {len(client.streams)} request(s), {limit:g} s at most", file=sys.stderr, flush=True)
+    give_up = functools.partial(client.give_up, ShuttingDownError())
     timer = loop.call_later(limit, give_up)
     for signum in SIGNALS:  # a second signal ends the patience
         loop.add_signal_handler(signum, give_up)

@@ -92,6 +92,7 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve --quant nope", ["--quant", "'nope'", "awq |", "dense"]),
         ("serve --kv-dtype fp9", ["--kv-dtype:", "'fp9'", "fp8_e4m3", "--kv-dtype fp8"]),
         ("serve --seed", ["--seed", "expected one argument"]),
+        ("serve --frob 1", ["unknown flag --frob"]),
         ("serve --kv-cache-memory-bytes -4G", ["--kv-cache-memory-bytes is too small", "have: -4294967296"]),
         ("serve --max-model-len 1", ["--max-model-len is too small", "need: >= 2"]),
         ("serve --enforce-eager true", ["'true' would be the MODEL", "switches take no value"]),

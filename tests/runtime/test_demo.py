@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, UserError
 from qengine.runtime import demo
-from qengine.runtime.cache_dir import VARIABLE, building, cache_root
+from qengine.runtime.cache_dir import VARIABLE, building, cache_root, no_space
 from qengine.runtime.checkpoint import Checkpoint
 from tiny_gguf import write_gguf, write_wheel
 
@@ -101,7 +102,7 @@ def test_a_cut_leaves_nothing_behind(
 BUILD_AND_HANG = """
 import sys, time
 from pathlib import Path
-from qengine.runtime.cache_dir import building
+from qengine.runtime.cache_dir import building, no_space
 with building(Path(sys.argv[1])) as partial:
     (partial / "half").write_text("x")
     print("in", flush=True)
@@ -128,6 +129,23 @@ def test_a_killed_builder(tmp_path: Path, how: signal.Signals) -> None:
         (partial / "whole").write_text("x")
     assert [p.name for p in target.iterdir()] == ["whole"]
     assert not [p for p in target.parent.iterdir() if "partial" in p.name]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [(OSError(errno.ENOSPC, "x"), True), (RuntimeError("I/O: No space left on device"), True), (OSError(), False)],
+    ids=["python", "other writers", "another error"],
+)
+def test_a_full_disk_is_said_to_be_one(tmp_path: Path, error: Exception, full: bool) -> None:
+    with pytest.raises(UserError if full else OSError) as e, building(tmp_path / "x"):
+        raise error
+    assert not full or ("no space is left" in str(e.value) and "MiB free" in str(e.value))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.lock"]
+
+
+def test_pip_without_space_is_no_fault_of_the_index() -> None:
+    assert no_space(demo._pip_error("Collecting\nERROR: Could not install: [Errno 28] No space left on device: '/x'\n"))
+    assert not no_space(demo._pip_error("ERROR: No matching distribution found\n"))
 
 
 def test_two_at_once_build_once(tmp_path: Path) -> None:

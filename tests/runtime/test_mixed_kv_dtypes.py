@@ -66,8 +66,7 @@ def test_the_report_names_exceptions(tiny: Path) -> None:
     text = "\n".join(toy_engine(tiny, kv_cache_dtype=MIXED).facts.report)
     assert "KV cache: fp8_e4m3; layer 0: auto; layer 3: k=fp8_e4m3, v=auto" in text
     assert "(layer 0: 1,024 each, layers 1-2: 256 each, layer 3: 640 each)" in text
-    assert "KV scales, layers 1-2: k=1, v=1, source=default 1.0" in text
-    assert "KV scales, layer 3: k=1, source=default 1.0" in text
+    assert "KV scales, source=default 1.0: layers 1-2 k=1, v=1; layer 3 k=1" in text
     skipped = toy_engine(tiny, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="3").facts.report
     assert any("KV cache: fp8_e4m3; layer 3: auto" in line for line in skipped)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import socket
 import threading
 import time
 
@@ -240,3 +241,11 @@ def test_body_over_the_limit_is_413(server: ServerProcess) -> None:
     response = post(server, COMPLETIONS, b'{"prompt": "' + b"a" * 33 * 2**20 + b'"}')
     assert response.status_code == 413
     assert strict(response)["error"]["code"] == "body_too_large"
+
+
+def test_a_body_announced_too_large_is_not_waited_for(server: ServerProcess) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99999999999\r\n\r\n{{}}"
+        sock.sendall(head.encode())
+        assert sock.recv(4096).startswith(b"HTTP/1.1 413 ")

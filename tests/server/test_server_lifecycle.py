@@ -63,8 +63,9 @@ def test_requests_over_the_limit_end_with_an_error(folder: Path) -> None:
         made.process.send_signal(signal.SIGTERM)
         thread.join(20)
         assert lines[-2:] == ["data: [DONE]", ""]
-        assert any("shutting down" in line for line in lines)
+        assert any("shutting down" in line and '"code":"shutting_down"' in line for line in lines)
         assert made.wait(20) == 0
+        assert "qengine: finishing 1 request(s), 0.3 s at most" in made.text
         assert "Traceback" not in made.text
 
 
