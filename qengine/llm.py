@@ -13,6 +13,7 @@ from typing import Any
 from qengine.beam_search import Beam, BeamSearchParams, Candidates, beam_search
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError, QEngineError, RequestError
+from qengine.interrupts import HeldInterrupt
 from qengine.prepare import prepare_model
 from qengine.runtime.engine import Engine
 from qengine.runtime.input_processor import InputProcessor, ProcessedRequest, Prompt, prompt_list
@@ -206,18 +207,20 @@ class LLM:
         return results
 
     def _finish(self, requests: Sequence[ProcessedRequest]) -> list[RequestResult]:
-        try:
-            for request in requests:
-                self.outputs.add(request)
-                for message in request.requests:
-                    self.engine.add(message)
-            while self.engine.has_work:
-                done = self.outputs.process(self.engine.step().outputs)
-                self.engine.abort(done.aborts)
-        except BaseException:
-            for request in requests:
-                self.engine.abort(self.outputs.abort(request.request_id))
-            raise
+        with HeldInterrupt() as interrupt:
+            try:
+                for request in requests:
+                    self.outputs.add(request)
+                    for message in request.requests:
+                        self.engine.add(message)
+                while self.engine.has_work:
+                    done = self.outputs.process(self.engine.step().outputs)
+                    self.engine.abort(done.aborts)
+                    interrupt.check()
+            except BaseException:
+                for request in requests:
+                    self.engine.abort(self.outputs.abort(request.request_id))
+                raise
         return [self.outputs.pop(request.request_id) for request in requests]
 
 

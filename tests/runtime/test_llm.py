@@ -177,11 +177,11 @@ def test_an_interrupted_call_leaves_the_model_as_it_was(llm: LLM) -> None:
     steps = llm.engine.steps
 
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for delay in (0.005, 0.02, 0.05):
+        for delay in (0.005, 0.006, 0.007, 0.008, 0.01, 0.013, 0.017, 0.02, 0.05):
             signal.setitimer(signal.ITIMER_REAL, delay)
             with pytest.raises(KeyboardInterrupt):
                 while True:
