@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from qengine.bench.rows import conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -160,22 +160,17 @@ def _cell(r: dict[str, Any], name: str) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"with commas, of: {', '.join(ROWS)}")
+    add_row_arguments(parser, ROWS)
     parser.add_argument("--parts", default="throughput,latency", help="throughput, latency or both")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--prompts", type=int, default=512, help="of the throughput part")
     parser.add_argument("--max-model-len", type=int, help="default: the shape's own")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="another engine option")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--same-process", action="store_true", help="do not start a process for each row")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.rows, args.parts = args.rows.split(","), args.parts.split(",")
-    if unknown := [row for row in args.rows if row not in ROWS]:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    if unknown := [part for part in args.parts if part not in ("throughput", "latency")]:
-        parser.error(f"no such part: {', '.join(unknown)}; there are throughput and latency")
+    args.rows = chosen(parser, "row", args.rows, ROWS)
+    args.parts = chosen(parser, "part", args.parts, ("throughput", "latency"))
     return args
 
 

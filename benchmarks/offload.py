@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from qengine.bench.rows import conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
 
 GIB = 1 << 30
 RESERVE = 256 << 20
@@ -186,19 +186,15 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"with commas, of: {', '.join(ROWS)}")
+    add_row_arguments(parser, ROWS)
     parser.add_argument("--gib", type=float, default=15.0, help="memory of the card that is played")
     parser.add_argument("--tokens", type=int, default=33, help="of each sequence")
     parser.add_argument("--shape", default="published", choices=("published", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="another engine option")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--same-process", action="store_true", help="do not start a process for each row")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.rows = args.rows.split(",")
-    if unknown := [row for row in args.rows if row not in ROWS]:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    args.rows = chosen(parser, "row", args.rows, ROWS)
     return args
 
 

@@ -26,7 +26,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from offload import GIB, ROWS, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qengine.bench.rows import conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
 from qengine.runtime import device as devices
 
 HOST_ROOM = 4 << 30
@@ -99,17 +99,13 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="llama-3.1-8b-bf16", help=f"with commas, of: {', '.join(ROWS)}")
+    add_row_arguments(parser, ROWS, default="llama-3.1-8b-bf16")
     parser.add_argument("--gib", type=float, default=15.0, help="memory of the card that is played")
     parser.add_argument("--tokens", type=int, default=9, help="of each sequence")
     parser.add_argument("--shape", default="published", choices=("published", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.rows = args.rows.split(",")
-    if unknown := [row for row in args.rows if row not in ROWS]:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    args.rows = chosen(parser, "row", args.rows, ROWS)
     return args
 
 
