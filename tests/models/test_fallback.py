@@ -27,6 +27,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from hf_reference import SIZES as FAMILY_SIZES
 from hf_reference import (
     VOCAB,
     assert_equal_to_reference,
@@ -45,18 +46,7 @@ from qengine.models.registry import build_model, native_builder
 from torch_kv import PagedRun
 from torch_linear import load_leaves
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = FAMILY_SIZES | {"num_hidden_layers": 2}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
