@@ -193,6 +193,21 @@ def test_an_interrupted_call_leaves_the_model_as_it_was(llm: LLM) -> None:
     assert [r.outputs[0].token_ids for r in llm.generate(prompts, long)] == whole
 
 
+def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, ran = llm.engine.step, []
+
+    def interrupted() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        ran.append(real())
+        return ran[-1]
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", GREEDY)
+    assert len(ran) == 1
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
