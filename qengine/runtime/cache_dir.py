@@ -43,7 +43,7 @@ def no_space(error: BaseException) -> bool:
 def _full(target: Path) -> UserError:
     free = shutil.disk_usage(target.parent).free
     return UserError(
-        f"no space is left for {target}", have=f"{free / 2**20:.0f} MiB free, beside what was begun and is removed",
+        f"no space is left for {target}", have=f"{free / 2**20:.0f} MiB free",
         hint=f"room there, or another folder in ${VARIABLE}",
     )  # fmt: skip
 
