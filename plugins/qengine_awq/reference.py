@@ -14,11 +14,8 @@ def dequantize(tensors: Mapping[str, torch.Tensor], group_size: int) -> torch.Te
     codes = unpack(tensors["qweight"]).to(torch.float32)
     in_features = codes.shape[0]
     size = in_features if group_size == -1 else group_size
-    zeros = unpack(tensors["qzeros"]).to(torch.float32) if "qzeros" in tensors else float(SYMMETRIC_ZERO)
     scales = tensors["scales"].to(torch.float32)
-    if in_features % size == 0:  # no gather as large as the weight
-        grouped = codes.unflatten(0, (-1, size))
-        grouped.sub_(zeros[:, None] if isinstance(zeros, torch.Tensor) else zeros).mul_(scales[:, None])
-        return codes.t()
-    group = torch.arange(in_features) // size
-    return ((codes - (zeros[group] if isinstance(zeros, torch.Tensor) else zeros)) * scales[group]).t()
+    zeros = unpack(tensors["qzeros"]).float() if "qzeros" in tensors else torch.full_like(scales, SYMMETRIC_ZERO)
+    for rows, z, s in zip(codes.split(size), zeros, scales, strict=True):  # no gather as large as the weight
+        rows.sub_(z).mul_(s)
+    return codes.t()
