@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from published_models import write_config
 from qengine.config import EngineConfig
 from qengine.core.memory import ActivationShape, group_layers
-from qengine.core.offload import OffloadUnit, bytes_of
-from qengine.core.plan import MemoryPlan, PlanInput, attempt
+from qengine.core.offload import OffloadUnit, bytes_of, offload_bytes
+from qengine.core.plan import OFFLOAD_LEN, MemoryPlan, PlanInput, attempt
 from qengine.core.refusal import plan
 from qengine.errors import CapacityError
 from qengine.runtime.decide import Surveyed
@@ -32,8 +32,12 @@ CORE = settings(max_examples=60, **COMMON)
 WHOLE = settings(max_examples=10, **COMMON)
 
 
+MIXTURES = [(8, 2), (128, 8)]
+"""(experts of a layer, those that a token takes)"""
+
+
 @st.composite
-def inputs(draw: st.DrawFn) -> PlanInput:
+def inputs(draw: st.DrawFn, mixtures: Sequence[tuple[int, int]] = ((0, 0), (0, 0), *MIXTURES)) -> PlanInput:
     """From a toy on a small device to a large model, with and without windows, a claimed cache and offload."""
     layers = draw(st.integers(1, 8))
     windows = draw(st.lists(st.sampled_from([None, 128, 1024]), min_size=layers, max_size=layers))
@@ -44,7 +48,7 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     per_layer = draw(st.integers(1, 400)) * MIB
     total = draw(st.integers(64, 24 * 1024)) * MIB
     model_max_len = draw(st.integers(2, 131072))
-    experts, top_k = draw(st.sampled_from([(0, 0), (0, 0), (8, 2), (128, 8)]))
+    experts, top_k = draw(st.sampled_from(mixtures))
     return PlanInput(
         total=total,
         free=int(total * draw(st.floats(0.05, 1.0))),
@@ -72,6 +76,25 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     )  # fmt: skip
 
 
+@st.composite
+def crowded(draw: st.DrawFn, mixtures: Sequence[tuple[int, int]]) -> PlanInput:
+    """Where offload is automatic and needed: the device lacks a part of what all layers but the buffers of two, and the
+    slots of one token's experts, would leave free. By construction, as hardly any of `inputs` is such a case."""
+    i = draw(inputs(mixtures))
+    units = [dataclasses.replace(i.units[0], name=str(k)) for k in range(draw(st.integers(4, 8)))]
+    longest = None if i.max_model_len is None else min(i.max_model_len, i.model_max_len)
+    i = dataclasses.replace(
+        i, weights=i.weights | {"format": len(units) * units[0].nbytes}, units=units, host_free=None,
+        kv_cache_memory_bytes=None, max_model_len=longest,
+    )  # fmt: skip
+    goal = dataclasses.replace(i, max_model_len=longest or min(i.model_max_len, OFFLOAD_LEN))
+    resident = goal.fixed + (goal.needed_blocks + 1) * i.block_bytes
+    most = offload_bytes(units, len(units) * units[0].nbytes, units[0].top_k).saved
+    budget = resident - max(MIB, int(most * draw(st.floats(0.0, 1.0))))
+    total = max(int(budget / i.utilization) + 1, budget + i.reserve)
+    return dataclasses.replace(i, offload=None, total=total, free=total)
+
+
 def with_changes(i: PlanInput, changes: Mapping[str, Any]) -> PlanInput:
     """Config fields as fields of the plan's input, the way `plan_input` maps them."""
     names = {
@@ -89,7 +112,7 @@ def with_changes(i: PlanInput, changes: Mapping[str, Any]) -> PlanInput:
 
 
 @CORE
-@given(inputs())
+@given(inputs() | crowded([(0, 0), *MIXTURES]))
 def test_a_plan_keeps_within_the_budget_and_holds_its_length(i: PlanInput) -> None:
     found = attempt(i)
     assume(found is not None)
@@ -175,14 +198,12 @@ def test_more_memory_never_gives_less(i: PlanInput, more_mib: int, offload: bool
 
 
 @settings(max_examples=30, **COMMON)
-@given(inputs(), st.integers(1, 16_000))
+@given(crowded(MIXTURES), st.integers(1, 16_000))
 def test_more_memory_never_gives_fewer_slots(i: PlanInput, more_mib: int) -> None:
     """And those that are given are the most: one more leaves too little room for the length."""
-    assume(i.units[0].experts)
-    i = dataclasses.replace(i, offload=None, expert_slots=None)
+    i = dataclasses.replace(i, expert_slots=None)
     less = attempt(i)
-    assume(less is not None and less.inputs.offloaded.slots)
-    assert less is not None and less.inputs.expert_slots is not None
+    assert less is not None and less.inputs.offloaded.slots and less.inputs.expert_slots is not None
     one_more = dataclasses.replace(less.inputs, expert_slots=less.inputs.expert_slots + 1)
     assert less.inputs.expert_slots >= i.units[0].top_k
     assert attempt(one_more) is None or less.inputs.expert_slots == i.units[0].experts
@@ -194,11 +215,10 @@ def test_more_memory_never_gives_fewer_slots(i: PlanInput, more_mib: int) -> Non
 
 
 @settings(max_examples=20, **COMMON)
-@given(inputs())
+@given(crowded([(0, 0), *MIXTURES]))
 def test_automatic_offload_takes_the_fewest_layers(i: PlanInput) -> None:
-    found = attempt(dataclasses.replace(i, offload=None))
-    assume(found is not None and len(found.inputs.offloaded.units) > 1)
-    assert found is not None
+    found = attempt(i)
+    assert found is not None and len(found.inputs.offloaded.units) > 1
     one_less = sum(i.units[k].nbytes for k in range(len(found.inputs.offloaded.units) - 1))
     asked = dataclasses.replace(i, offload=one_less, max_model_len=found.max_model_len)
     assert attempt(asked) is None
