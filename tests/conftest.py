@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
@@ -20,6 +21,15 @@ if not torch.cuda.is_available():
     import quick_interpreter  # behind the variable, which Triton reads when it is imported
 
     quick_interpreter.install()
+
+
+# A machine that stands still for a moment is no failure, a hang is. Examples don't come from earlier runs, but they do
+# depend on which modules are imported: a test may not count on any that its strategy does not make by construction.
+settings.register_profile(
+    "suite", derandomize=True, database=None, deadline=30_000,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from load_model import plan_folder
@@ -19,10 +19,7 @@ from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime.safetensors_file import DTYPES
 from toy_models import llama_config, make_tiny, make_tiny_awq, write_json
 
-FUZZ = settings(
-    max_examples=150, deadline=5000, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+FUZZ = settings(max_examples=150)
 
 NUMBERS = st.integers(-2, 130) | st.integers(-(1 << 70), 1 << 70) | st.floats()
 SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -19,10 +19,7 @@ from qengine.runtime.safetensors_file import DTYPES, read_header, read_tensor
 from qengine.runtime.weight_files import read_index
 from toy_models import llama_config, write_json
 
-FUZZ = settings(
-    max_examples=300, deadline=2000, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+FUZZ = settings(max_examples=300)
 MOST = 8 << 20
 """Bytes of Python memory that reading a small file's header may take, whatever it claims."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from published_models import write_config
@@ -25,11 +25,8 @@ from qengine.runtime.machine import catalogue_machine
 from qengine.runtime.planning import look_at_model
 
 MIB, GIB = 2**20, 2**30
-COMMON: dict[str, Any] = {
-    "deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.filter_too_much],
-}  # fmt: skip
-CORE = settings(max_examples=60, **COMMON)
-WHOLE = settings(max_examples=10, **COMMON)
+CORE = settings(max_examples=60)
+WHOLE = settings(max_examples=10)
 
 
 MIXTURES = [(8, 2), (128, 8)]
@@ -197,7 +194,7 @@ def test_more_memory_never_gives_less(i: PlanInput, more_mib: int, offload: bool
         assert found.num_blocks >= less.num_blocks
 
 
-@settings(max_examples=30, **COMMON)
+@settings(max_examples=30)
 @given(crowded(MIXTURES), st.integers(1, 16_000))
 def test_more_memory_never_gives_fewer_slots(i: PlanInput, more_mib: int) -> None:
     """And those that are given are the most: one more leaves too little room for the length."""
@@ -214,7 +211,7 @@ def test_more_memory_never_gives_fewer_slots(i: PlanInput, more_mib: int) -> Non
     assert found.planned <= found.inputs.budget
 
 
-@settings(max_examples=20, **COMMON)
+@settings(max_examples=20)
 @given(crowded([(0, 0), *MIXTURES]))
 def test_automatic_offload_takes_the_fewest_layers(i: PlanInput) -> None:
     found = attempt(i)

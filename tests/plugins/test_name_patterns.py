@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qengine.plugin.patterns as patterns
@@ -23,10 +23,7 @@ from toy_models import llama_config, make_tiny, write_json
 NAMES = ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.3.down_proj"]
 ENDLESS = "(.|..)+[!?]"
 """Each two letters of a name can be read in two ways, and no name ends with a sign."""
-FUZZ = settings(
-    max_examples=150, deadline=5000, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+FUZZ = settings(max_examples=150)
 
 
 @pytest.fixture(autouse=True)

@@ -198,7 +198,7 @@ KEYS = (
 SHAPE = st.lists(st.integers(0, 1 << 40), max_size=3).map(tuple)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(
     config=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5),
     shapes=st.dictionaries(st.sampled_from(["qweight", "qzeros", "scales", "g_idx", "B", "s", "weight"]), SHAPE),
