@@ -1,5 +1,5 @@
 """Every kernel that serving would use here, against plain float32 arithmetic: linears of each format, KV caches, norms,
-rotation, activations, experts, maxima of logits."""
+rotation, activations, experts, maxima of logits, top_k and top_p."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from qengine.plugin import DeviceInfo, LinearSpec
 from qengine.plugin.discovery import list_plugins, load_plugin
 from qengine.runtime.device import choose_dtype
 from qengine.runtime.device_matrix import kv_plugins
-from qengine.runtime.maxima import wrong_maxima
 from qengine.runtime.quant_config import QuantConfig
 from qengine.runtime.quant_select import DENSE, select_quant
+from qengine.runtime.sampling_kernels import wrong_floors, wrong_maxima
 
 BUDGET_S = 30.0
 ROWS = (1, 3, 20, 300)
@@ -86,6 +86,7 @@ def _tests(place: Place) -> Iterator[tuple[str, Test]]:
         for dtype, limit in place.limits:
             yield f"{name}, {short(dtype)}", partial(layer_test, place.device, place.info, dtype, limit)
     yield "maxima of logits", partial(_maxima, place)
+    yield "top_k and top_p", partial(_floors, place)
     for what, stored in stored_linears():
         for dtype, limit in place.limits:
             yield f"{what}, {short(dtype)}", partial(_linear, stored, place, dtype, limit)
@@ -148,6 +149,13 @@ def _maxima(place: Place) -> str:
         wrong = wrong_maxima(place.device, vocab_size)
         need(wrong is None, f"{vocab_size} logits: {wrong}")
     return "Triton, parts of rows first" if place.device.type == "cuda" else "torch"
+
+
+def _floors(place: Place) -> str:
+    for vocab_size in VOCABULARIES:
+        wrong = wrong_floors(place.device, vocab_size)
+        need(wrong is None, f"{vocab_size} logits: {wrong}")
+    return "Triton, searching" if place.device.type == "cuda" else "sorting"
 
 
 def _kv(check: Check, subject: KVSubject) -> str:

@@ -22,19 +22,16 @@ from qengine.messages import TokenLogprobs
 from qengine.runtime.logit_edits import LogitEdits, has_penalty, may_edit
 from qengine.runtime.logprobs import PendingLogprobs, logprobs_of, start_logprobs
 from qengine.runtime.marker import mark, wait
-from qengine.runtime.maxima import RowMax
 from qengine.runtime.random_streams import stream_of, uniforms
+from qengine.runtime.sampling_kernels import RowMax, TopFloor
 from qengine.sampling_params import SamplingParams
 from qengine_kernels.row_max import row_max
+from qengine_kernels.top_floor import FEW, top_floor
 
 __all__ = ["SampledBatch", "Sampler", "SamplingBatch", "logprobs_of"]
 
 BLOCK = 1024
 """Tokens of one block of the two-level cumulative sum."""
-FEW = 256
-"""Up to this top_k, the likeliest tokens are picked out instead of sorting the vocabulary."""
-SORT_ROWS = 32
-"""Rows sorted at once: bounds the peak at about SORT_ROWS * vocab * 24 bytes."""
 
 
 @dataclass
@@ -69,12 +66,23 @@ class Draws:
 
 
 @dataclass
+class Limited:
+    """Drawing rows that have a top_k or top_p: their positions among those that draw, and both values, on the device.
+    top_k is the vocabulary size for none; `most` is the largest."""
+
+    rows: torch.Tensor
+    most: int
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+
+@dataclass
 class SamplingBatch:
     """What stays the same while the same requests are sampled: streams and filter values, on the device.
 
-    `random` are the rows that draw; tensors have one entry for each of them. `filtered` are the positions among them
-    that have a top_k or top_p, `limits` their top_k (vocabulary size for none). `edited` are the rows whose logits may
-    be edited, `logprob_rows` those that want logprobs.
+    `random` are the rows that draw; tensors have one entry for each of them. `limited` are those of them with a top_k
+    or top_p, rows of small top_k apart: how a row is filtered does not depend on the rows beside it. `edited` are the
+    rows whose logits may be edited, `logprob_rows` those that want logprobs.
     """
 
     requests: list[Request]
@@ -84,10 +92,7 @@ class SamplingBatch:
     rows: torch.Tensor
     temperature: torch.Tensor
     log_min_p: torch.Tensor | None
-    filtered: torch.Tensor
-    limits: list[int]
-    top_k: torch.Tensor
-    top_p: torch.Tensor
+    limited: list[Limited]
     logprob_rows: list[int]
     logprob_index: torch.Tensor
 
@@ -101,6 +106,7 @@ class SamplingBatch:
         limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in drawn]
         with_logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
         filtered = [i for i, p in enumerate(drawn) if p.top_p < 1 or limits[i] < vocab_size]
+        groups = [i for i in filtered if limits[i] <= FEW], [i for i in filtered if limits[i] > FEW]
 
         def number(values: Sequence[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
@@ -117,10 +123,16 @@ class SamplingBatch:
             rows=index(random),
             temperature=number([p.temperature for p in drawn]),
             log_min_p=min_p,
-            filtered=index(filtered),
-            limits=[limits[i] for i in filtered],
-            top_k=index([limits[i] for i in filtered]),
-            top_p=number([drawn[i].top_p for i in filtered]),
+            limited=[
+                Limited(
+                    index(rows),
+                    max(limits[i] for i in rows),
+                    index([limits[i] for i in rows]),
+                    number([drawn[i].top_p for i in rows]),
+                )
+                for rows in groups
+                if rows
+            ],
             logprob_rows=with_logprobs,
             logprob_index=index(with_logprobs),
         )
@@ -140,6 +152,7 @@ class Sampler:
         self.device = device
         self.seed = seed
         self.row_max: RowMax = row_max
+        self.top_floor: TopFloor = top_floor
         self._edits = LogitEdits()
         self._batch: SamplingBatch | None = None
         self._streams: dict[str, int] = {}
@@ -196,7 +209,7 @@ class Sampler:
                 u = torch.from_numpy(self.uniforms(requests, positions)).to(logits.device, non_blocking=True)
             everyone = len(batch.random) == len(requests)
             x = work if everyone else work[batch.rows]
-            drawn = draw(x, best if everyone else best[batch.rows], batch, u)
+            drawn = draw(x, best if everyone else best[batch.rows], batch, u, self.top_floor)
             tokens = drawn if everyone else tokens.index_copy(0, batch.rows, drawn)
             ids = torch.where(ids < 0, -1, tokens)
         logprobs = None
@@ -213,45 +226,19 @@ def needs_ids(p: SamplingParams) -> bool:
     return has_penalty(p) or any(len(word) > 1 for word in p.bad_words_token_ids)
 
 
-def draw(logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, u: torch.Tensor) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, u: torch.Tensor, find: TopFloor = top_floor
+) -> torch.Tensor:
     """Token ids int64 [N] of drawing rows. logits float32 [N, V], best [N] their maxima, u float64 [N] in [0, 1)."""
     x = (logits - best[:, None]) / batch.temperature[:, None]
     floor = torch.full_like(best, -torch.inf) if batch.log_min_p is None else batch.log_min_p
     p = x.exp()
-    if batch.limits:
-        floor = floor.clone()
-        everyone = len(batch.limits) == len(x)
-        for i in range(0, len(batch.limits), SORT_ROWS):
-            part = slice(i, i + SORT_ROWS)
-            at = part if everyone else batch.filtered[part]
-            floor[at] = filter_floor(x[at], p[at], floor[at], batch.limits[part], batch.top_k[part], batch.top_p[part])
-    if batch.limits or batch.log_min_p is not None:
+    for limited in batch.limited:
+        at = limited.rows
+        floor = floor.index_copy(0, at, find(x, p, at, limited.most, limited.top_k, limited.top_p, floor[at]))
+    if batch.limited or batch.log_min_p is not None:
         p.masked_fill_(x < floor[:, None], 0.0)
     return inverse_cdf(p, u)
-
-
-def filter_floor(
-    x: torch.Tensor, p: torch.Tensor, floor: torch.Tensor, limits: list[int], top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """The lowest x that top_k and top_p keep, [M]. x float32 [M, V] with maximum 0, p = exp(x), floor [M] from min_p;
-    `limits` are the numbers of `top_k` on the host."""
-    most = max(limits)
-    ordered = x.topk(most, dim=1).values if most <= min(FEW, x.shape[1]) else _descending(x)
-    kth = ordered.gather(1, (top_k - 1)[:, None])[:, 0]
-    floor = torch.maximum(floor, kth)
-    target = top_p * torch.where(x >= floor[:, None], p, 0.0).sum(dim=1)
-    # Values below the floor need no mask here: they stand last, and the floor wins over them.
-    above = (ordered.exp().cumsum(dim=1, dtype=torch.float64) < target[:, None]).sum(dim=1)
-    nucleus = ordered.gather(1, above.clamp(max=ordered.shape[1] - 1)[:, None])[:, 0]
-    return torch.where(top_p < 1, torch.maximum(floor, nucleus), floor)
-
-
-def _descending(x: torch.Tensor) -> torch.Tensor:
-    """Values of each row, highest first. On a CPU numpy's vectorised sort takes 2.3 ms for 16 x 49152 where torch's,
-    which also returns indices, takes 45 (AVX2, one thread)."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
-    return x.sort(dim=1, descending=True).values
 
 
 def inverse_cdf(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

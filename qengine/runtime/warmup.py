@@ -11,15 +11,16 @@ import torch
 from qengine.core.request import Request
 from qengine.core.step import ScheduledSequence, Step
 from qengine.runtime.cache_dir import cache_root
-from qengine.runtime.maxima import wrong_maxima
 from qengine.runtime.report import gib
 from qengine.runtime.runner import Runner
 from qengine.runtime.sampler import needs_ids
+from qengine.runtime.sampling_kernels import wrong_floors, wrong_maxima
 from qengine.runtime.threads import SIZES, ThreadChoice, choose_threads
 from qengine.sampling_params import SamplingParams
 from qengine_kernels import cpu_fused
 from qengine_kernels.compile_watch import kernels_compiled
 from qengine_kernels.row_max.reference import row_max_reference
+from qengine_kernels.top_floor.reference import top_floor_reference
 
 GREEDY = SamplingParams(temperature=0.0)
 LARGEST_DECODE = 256
@@ -50,7 +51,7 @@ def warm_up(
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     kernels = len(kernels_compiled())
-    lines = _check_maxima(runner) if on_gpu else [cpu_fused.prepare(cache_root() / "cpu-kernels")]
+    lines = _check_sampling(runner) if on_gpu else [cpu_fused.prepare(cache_root() / "cpu-kernels")]
     longest = max_model_len - 1
     lens = step_sizes(batched_tokens, max_num_seqs, longest) if on_gpu else [[min(CPU_LENGTH, longest)], [1]]
     for query_lens in lens:
@@ -71,14 +72,20 @@ def warm_up(
     return lines
 
 
-def _check_maxima(runner: Runner) -> list[str]:
-    """Greedy tokens by plain torch where kernels would give others; a report line then."""
-    sampler = runner.sampler
+def _check_sampling(runner: Runner) -> list[str]:
+    """Plain torch where the kernels of sampling would give other tokens; a report line then."""
+    sampler, lines = runner.sampler, []
     wrong = wrong_maxima(sampler.device, sampler.vocab_size, sampler.row_max)
-    if wrong is None:
-        return []
-    sampler.row_max = row_max_reference
-    return [f"WARNING: maxima of logits are found by plain torch, because the kernels here find others ({wrong})"]
+    if wrong is not None:
+        sampler.row_max = row_max_reference
+        lines.append(
+            f"WARNING: maxima of logits are found by plain torch, because the kernels here find others ({wrong})"
+        )
+    wrong = wrong_floors(sampler.device, sampler.vocab_size, sampler.top_floor)
+    if wrong is not None:
+        sampler.top_floor = top_floor_reference
+        lines.append(f"WARNING: top_p sorts by plain torch, because the kernel here keeps other tokens ({wrong})")
+    return lines
 
 
 def step_sizes(batched_tokens: int, max_num_seqs: int, longest: int) -> list[list[int]]:

@@ -46,6 +46,7 @@ from qengine_kernels.quantize_rows.kernel import quantize_rows_config, quantize_
 from qengine_kernels.rms_norm.kernel import rms_norm_config, rms_norm_kernel
 from qengine_kernels.rotary.kernel import rotary_config, rotary_kernel
 from qengine_kernels.row_max.kernel import join_max_kernel, part_max_kernel
+from qengine_kernels.top_floor.kernel import TOP_FLOOR, top_floor_kernel
 from qengine_kernels.w8a8_gemm.config import plan_pair
 from qengine_kernels.w8a8_gemm.few_rows import BLOCK_N, few_rows_kernel, plan_few
 from qengine_kernels.w8a8_gemm.kernel import pair_gemm_kernel
@@ -75,6 +76,8 @@ def small_kernels(dtype: str) -> Iterator[Variant]:
     yield Variant("part_max", part_max_kernel, {"p_x": "fp32", "p_best": "fp32", "p_place": "i32"}, {"BLOCK": 4096})
     types = {"p_part_best": "fp32", "p_part_place": "i32", "p_best": "fp32", "p_place": "i64", "p_checked": "i64"}
     yield Variant("join_max", join_max_kernel, types, {"PARTS": 32})
+    types = {"p_x": "fp32", "p_rows": "i64", "p_top_k": "i64", "p_top_p": "fp32", "p_floor": "fp32", "p_out": "fp32"}
+    yield Variant("top_floor", top_floor_kernel, types, *split_options(TOP_FLOOR))
     constants, options = split_options(rotary_config(64))
     types = {"p_q": dtype, "p_k": dtype, "p_cos": "fp32", "p_sin": "fp32"}
     yield Variant(f"rotary {dtype}", rotary_kernel, types, constants | {"HALF": 64}, options)

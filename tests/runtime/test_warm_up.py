@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qengine.runtime.maxima import RowMax
-from qengine.runtime.warmup import _check_maxima, step_sizes
+from qengine.runtime.sampling_kernels import RowMax, TopFloor
+from qengine.runtime.warmup import _check_sampling, step_sizes
 from qengine_kernels import cpu_fused
 from qengine_kernels.row_max import row_max
 from qengine_kernels.row_max.reference import row_max_reference
+from qengine_kernels.top_floor import top_floor
+from qengine_kernels.top_floor.reference import top_floor_reference
 from toy_engine import request, run, toy_engine
 from toy_models import make_tiny
 
@@ -67,12 +69,39 @@ def test_maxima_that_are_not_those_of_torch_are_not_used(tmp_path: Path) -> None
 
         return find
 
-    assert _check_maxima(runner) == [] and sampler.row_max is row_max
+    assert _check_sampling(runner) == [] and sampler.row_max is row_max
     for change in ("last of equals", "no word of infinities", "outside"):
         sampler.row_max = wrong(change)
-        [line] = _check_maxima(runner)
+        [line] = _check_sampling(runner)
         assert line.startswith("WARNING: maxima of logits are found by plain torch")
-        assert sampler.row_max is row_max_reference and _check_maxima(runner) == []
+        assert sampler.row_max is row_max_reference and _check_sampling(runner) == []
+
+
+def test_limits_that_are_not_those_of_torch_are_not_used(tmp_path: Path) -> None:
+    """Wrong by one value, by an order of rows, and for ties alone."""
+    runner = toy_engine(make_tiny(tmp_path), max_num_seqs=2).runner
+    sampler = runner.sampler
+
+    def wrong(change: str) -> TopFloor:
+        def find(
+            x: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, most: int, top_k: torch.Tensor, top_p: torch.Tensor,
+            floor: torch.Tensor,
+        ) -> torch.Tensor:  # fmt: skip
+            if change == "other rows":
+                rows = rows.flip(0)
+            elif change == "more":
+                top_p = top_p * 1.01
+            found = top_floor_reference(x, p, rows, most, top_k, top_p, floor)
+            return found + 1e-4 if change == "less" else found
+
+        return find
+
+    assert _check_sampling(runner) == [] and sampler.top_floor is top_floor
+    for change in ("other rows", "more", "less"):
+        sampler.top_floor = wrong(change)
+        [line] = _check_sampling(runner)
+        assert line.startswith("WARNING: top_p sorts by plain torch")
+        assert sampler.top_floor is top_floor_reference and _check_sampling(runner) == []
 
 
 @pytest.mark.gpu
