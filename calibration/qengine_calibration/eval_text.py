@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from qengine.errors import ConfigError, RequestError
 from qengine.text import Tokenizer
 from qengine_calibration.data_files import Say, find_data
-from qengine_calibration.texts import BREAK, Row, read_rows
+from qengine_calibration.texts import BREAK, Row, conversation_text, read_rows
 
 BUILT_IN = "the built-in held-out text"
 HELD_OUT = "heldout.txt"
@@ -85,10 +84,11 @@ def pack(source: TextSource, tokenizers: Sequence[Tokenizer], length: int, max_t
         given += 1
         if len(stream) >= max_tokens:
             continue
-        text = row if isinstance(row, str) else _conversation(row, tokenizers[0])
+        where = f"{source.name}, row {given}"
+        text = row if isinstance(row, str) else conversation_text(row, tokenizers[0], where)
         if not text.strip():
             continue
-        stream += _agreed_ids(text + SEPARATOR, tokenizers, given)
+        stream += _agreed_ids(text + SEPARATOR, tokenizers, where)
         used += 1
     del stream[max_tokens:]
     front = [] if bos is None else [bos]
@@ -103,22 +103,17 @@ def pack(source: TextSource, tokenizers: Sequence[Tokenizer], length: int, max_t
     return windows
 
 
-def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
+def _agreed_ids(text: str, tokenizers: Sequence[Tokenizer], where: str) -> list[int]:
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=False) if messages else ""
+        ids, *others = (tokenizer.encode(text, add_special_tokens=False) for tokenizer in tokenizers)
     except RequestError as e:
-        raise ConfigError(f"--data holds conversations: {e}") from e
-
-
-def _agreed_ids(text: str, tokenizers: Sequence[Tokenizer], row: int) -> list[int]:
-    ids = tokenizers[0].encode(text, add_special_tokens=False)
-    for other in tokenizers[1:]:
-        if other.encode(text, add_special_tokens=False) != ids:
-            raise ConfigError(
-                "the two models cut text into different tokens, so their predictions cannot be compared",
-                have=f"row {row} differs",
-                need="models with one tokenizer",
-            )
+        raise ConfigError(f"{where}: {e}") from e
+    if any(other != ids for other in others):
+        raise ConfigError(
+            "the two models cut text into different tokens, so their predictions cannot be compared",
+            have=f"{where} differs",
+            need="models with one tokenizer",
+        )
     return ids
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qengine.errors import ConfigError, RequestError
+from qengine.runtime.chat_messages import flatten_messages
 from qengine.text.tokenizer import Tokenizer
 from qengine_calibration.data_files import NEED, require_parquet
 
@@ -22,6 +23,7 @@ LEAST_TOKENS = 256
 """Fewer tell nothing about what a model's activations look like."""
 TEXT_KEYS = ("text", "content", "prompt")
 CHAT_KEYS = ("messages", "conversations")
+_MORE = "more text, or no --data for the built-in texts"
 
 Row = str | list[dict[str, Any]]
 """A text, or the messages of a conversation."""
@@ -66,6 +68,7 @@ def load_texts(
     Blank rows are not used. Raises ConfigError for a file that cannot be read or holds fewer than `least_tokens`.
     """
     rows = built_in_rows() if data is None else read_rows(Path(data), field)
+    source = "the built-in texts" if data is None else name or str(data)
     limit = None if samples is None else samples * length
     ids: list[int] = []
     given = used = 0
@@ -73,15 +76,14 @@ def load_texts(
         given += 1
         if limit is not None and len(ids) >= limit:
             continue
-        own = _encode(row, tokenizer)
+        own = _encode(row, tokenizer, f"{source}, row {given}")
         used += bool(own)
         ids += own
     ids = ids[:limit]
-    source = "the built-in texts" if data is None else name or str(data)
     if len(ids) < least_tokens:
         raise ConfigError(
             f"{source}: too little text to calibrate with", have=f"{len(ids)} tokens in {used} of {given} rows",
-            need=f"at least {least_tokens} tokens", hint="more text, or no --data for the built-in texts",
+            need=f"at least {least_tokens} tokens", hint=_MORE if used else f"{_MORE}, or --data-field NAME",
         )  # fmt: skip
     digest = hashlib.sha256(json.dumps([length, ids]).encode()).hexdigest()
     sequences = [ids[i : i + length] for i in range(0, len(ids), length)]
@@ -110,20 +112,33 @@ def read_rows(path: Path, field: str | None = None) -> Iterator[Row]:
 def _text_rows(path: Path, field: str | None) -> Iterator[Row]:
     if field is not None:
         raise ConfigError("--data-field is for .jsonl and .parquet files", have=path.name)
-    yield from path.read_text(encoding="utf-8", errors="replace").split(BREAK)
+    text = _decoded(path.read_bytes(), path.name)
+    yield from text.replace("\r\n", "\n").replace("\r", "\n").split(BREAK)
 
 
 def _jsonl_rows(path: Path, field: str | None) -> Iterator[Row]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            where = f"{path.name}, line {number}"
+            text = _decoded(line, where)
+            if not text.strip():
                 yield ""
                 continue
             try:
-                value = json.loads(line)
+                value = json.loads(text)
             except ValueError as e:
-                raise ConfigError(f"{path.name}, line {number} is not JSON: {e}") from e
-            yield _row(value, f"{path.name}, line {number}", field)
+                raise ConfigError(f"{where} is not JSON: {e}") from e
+            yield _row(value, where, field)
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ConfigError(
+            f"{where} is not UTF-8", have=f"byte 0x{data[e.start]:02x} at offset {e.start:,}", need="text in UTF-8",
+            hint="a file in another encoding is converted by iconv -f ENCODING -t UTF-8",
+        ) from e  # fmt: skip
 
 
 def _parquet_rows(path: Path, field: str | None) -> Iterator[Row]:
@@ -144,16 +159,16 @@ def _parquet_rows(path: Path, field: str | None) -> Iterator[Row]:
 
 
 def _row(value: Any, where: str, field: str | None) -> Row:
-    """A JSON string, a list of messages, or an object that holds one of both under `field` or a usual name."""
+    """A JSON string, a list of messages, or an object that holds one of both under `field` or a usual name; where it
+    says null, the row is blank."""
     if isinstance(value, dict):
         keys = (field,) if field is not None else (*CHAT_KEYS, *TEXT_KEYS)
-        found = next((value[k] for k in keys if value.get(k) is not None), None)
-        if found is None:
+        if not any(k in value for k in keys):
             raise ConfigError(
                 f"{where} has no text", have=", ".join(map(str, value)) or "no fields", need=" | ".join(keys),
                 hint="--data-field NAME" if field is None else None,
             )  # fmt: skip
-        value = found
+        value = next((value[k] for k in keys if value.get(k) is not None), "")
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(m, dict) for m in value):
@@ -169,14 +184,23 @@ def _message(m: dict[str, Any]) -> dict[str, Any]:
     return m
 
 
-def _encode(row: Row, tokenizer: Tokenizer) -> Sequence[int]:
+def _encode(row: Row, tokenizer: Tokenizer, where: str) -> Sequence[int]:
     """Ids of one row with the special tokens that the model sees; none for a blank one."""
-    if isinstance(row, str):
-        return tokenizer.encode(row.strip("\n")) if row.strip() else []
-    if not row:
+    text = row if isinstance(row, str) else conversation_text(row, tokenizer, where)
+    if not text.strip():
         return []
     try:
-        text = tokenizer.apply_chat_template(row, add_generation_prompt=False)
+        return tokenizer.encode(text.strip("\n")) if row is text else tokenizer.encode(text, add_special_tokens=False)
     except RequestError as e:
-        raise ConfigError(f"--data holds conversations: {e}") from e
-    return tokenizer.encode(text, add_special_tokens=False)
+        raise ConfigError(f"{where}: {e}") from e
+
+
+def conversation_text(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> str:
+    """Messages as the chat template writes them; nothing for none. Raises ConfigError, with `where` in front, for what
+    the template does not take."""
+    if not messages:
+        return ""
+    try:
+        return tokenizer.apply_chat_template(flatten_messages(messages), add_generation_prompt=False)
+    except RequestError as e:
+        raise ConfigError(f"{where}: {e}") from e

@@ -52,11 +52,13 @@ def test_conversations_go_through_the_template(tok: Tokenizer, tmp_path: Path) -
     file = tmp_path / "chat.jsonl"
     one = {"messages": [{"role": "user", "content": "hi " * 100}, {"role": "assistant", "content": "yes"}]}
     two = {"conversations": [{"from": "human", "value": "hi " * 100}, {"from": "gpt", "value": "yes"}]}
+    parts = [{"type": "text", "text": "hi " * 100}]
+    three = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}]}
     texts = []
-    for row in (one, two):
+    for row in (one, two, three):
         file.write_text(json.dumps(row))
         texts.append(tok.decode([i for s in load_texts(file, tok).sequences for i in s]))
-    assert texts[0] == texts[1] == "<user>" + "hi " * 100 + "\n<assistant>yes\n"
+    assert texts[0] == texts[1] == texts[2] == "<user>" + "hi " * 100 + "\n<assistant>yes\n"
     bare = Tokenizer.load(make_bytetok(tmp_path / "bare", chat_template=None))
     with pytest.raises(ConfigError, match="no chat template"):
         load_texts(file, bare)
@@ -66,16 +68,32 @@ def test_conversations_go_through_the_template(tok: Tokenizer, tmp_path: Path) -
     ("name", "content", "message"),
     [
         ("a.txt", "short", r"5 tokens in 1 of 1 rows; need: at least 256"),
+        ("a.txt", b"na\xefve", r"a\.txt is not UTF-8; have: byte 0xef at offset 2"),
+        ("a.txt", "naive".encode("utf-16"), "a.txt is not UTF-8; have: byte 0xff at offset 0"),
+        ("a.jsonl", b'"ok"\n"na\xefve"', r"a\.jsonl, line 2 is not UTF-8; have: byte 0xef at offset 3"),
+        ("a.jsonl", '{"text": null}', "0 tokens in 0 of 1 rows.*--data-field"),
+        ("a.jsonl", '"ok"\n"\\ud800"', r"a\.jsonl, row 2: .*Unicode"),
+        ("a.jsonl", '"ok"\n[{"role": "user", "content": 3}]', r"a\.jsonl, row 2: messages\[0\]\.content has the wrong"),
+        ("a.jsonl", '[{"content": "hi"}]', r"a\.jsonl, row 1: messages\[0\] has no role"),
         ("a.csv", "x", "a .txt, .jsonl or .parquet file"),
         ("a.jsonl", '{"text": "a"}\n{', "line 2 is not JSON"),
         ("a.jsonl", '{"label": 3}', "has no text; have: label"),
         ("a.jsonl", "[1, 2]", "neither a text nor a list of messages"),
     ],
 )
-def test_bad_files(name: str, content: str, message: str, tok: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+def test_bad_files(name: str, content: str | bytes, message: str, tok: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         load_texts(tmp_path / name, tok)
+
+
+def test_rows_that_say_null_are_blank_and_a_byte_order_mark_is_no_text(tok: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"text": "a" * 300}, {"text": None}, {"messages": None, "text": "b"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = load_texts(tmp_path / "a.jsonl", tok)
+    assert (found.rows_given, found.rows_used, found.tokens) == (3, 2, 301)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"a" * 299 + b"\r\n---\r\nb")
+    assert [i for s in load_texts(tmp_path / "a.txt", tok).sequences for i in s] == list(b"a" * 299 + b"b")
 
 
 def test_missing_file(tok: Tokenizer, tmp_path: Path) -> None:
