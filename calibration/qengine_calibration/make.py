@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from qengine.runtime.quant_select import select_quant
 from qengine_calibration.kv_scales import SIXTEEN_BIT, KVOptions
 from qengine_calibration.layer import reader_of
 from qengine_calibration.output import REPORT, write_copy
-from qengine_calibration.quantize import copied_files, group_size, linear_specs
+from qengine_calibration.quantize import copied_files, group_size, left_out, linear_specs
 from qengine_calibration.run import CalibrationRun, RunOptions, Weights, kv_facts
 from qengine_calibration.texts import Texts
 from qengine_calibration.work import WorkFolder
@@ -40,7 +43,12 @@ def weights_option(method: str, **options: Any) -> Weights:
     given = {k: v for k, v in options.items() if v is not None}
     try:
         quantizer = plugin.quantizer(**given)
-    except (TypeError, ValueError) as e:
+    except TypeError as e:
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(e)):
+            flag = f"--{unknown[1].replace('_', '-')}"
+            raise ConfigError(f"{method} has no {flag}", hint=f"--quant {method} without it") from e
+        raise ConfigError(f"{method}: {e}") from e
+    except ValueError as e:
         raise ConfigError(f"{method}: {e}") from e
     if quantizer is None:
         raise ConfigError(f"{method} weights cannot be made, only read")
@@ -51,12 +59,16 @@ def fitting_weights(folder: Path, method: str, options: Mapping[str, Any]) -> We
     """`weights_option` with the largest group size that fits the model, where the format has groups and none is
     asked for."""
     given = dict(options)
-    probe = load_plugin("weight", method).quantizer()
-    takes_groups = probe is not None and "group_size" in inspect.signature(type(probe)).parameters
-    if takes_groups and given.get("group_size") is None:
+    if takes_groups(load_plugin("weight", method)) and given.get("group_size") is None:
         specs, _ = linear_specs(Checkpoint.open(folder))
         given["group_size"] = group_size(list(specs.values()))
     return weights_option(method, **given)
+
+
+def takes_groups(plugin: type[WeightQuant]) -> bool:
+    """Whether the weights that a format makes have groups of a size that can be chosen."""
+    probe = plugin.quantizer()
+    return probe is not None and "group_size" in inspect.signature(type(probe)).parameters
 
 
 def work_folder(target: Path) -> Path:
@@ -66,20 +78,21 @@ def work_folder(target: Path) -> Path:
 
 def make_copy(
     source: Path, target: Path, texts: Texts, options: RunOptions, *, embed: bool = False,
-    say: Say = lambda line: None, tick: Tick = lambda done, total: None,
+    say: Say = lambda line: None, tick: Tick = lambda done, total: None, elsewhere: str = "another --out",
 ) -> dict[str, Any]:
     """Write `target`, a copy of `source` with the weights that `options` ask for, its KV scales, or both; returns what
     was measured, which also lies in the copy as calibration.json.
 
     KV scales go into a calibration file in the copy, or with `embed` into its weights, as k_scale and v_scale.
-    `target` appears when it is complete. Raises ConfigError when it is there already.
+    `target` appears when it is complete. Raises ConfigError when it is there already, UserError where it cannot be
+    written, of which `elsewhere` is the way out.
     """
     if target.exists():
         raise ConfigError(f"{target} is there already", hint="another --out, or removing it")
     if embed and options.kv is not None:
         _check_embeddable(options.kv)
     checkpoint = Checkpoint.open(source)
-    with building(target, say) as partial:
+    with building(target, say, elsewhere=elsewhere) as partial:
         if partial is None:
             raise ConfigError(f"{target} was made by another process meanwhile")
         run = CalibrationRun(checkpoint, texts, options, work_folder(target), model_fingerprint(checkpoint))
@@ -109,7 +122,7 @@ def make_kv_scales(
     """Write the KV calibration file of `source` into `folder`; returns what was measured."""
     checkpoint = Checkpoint.open(source)
     mark = model_fingerprint(checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
+    _writable(folder)
     run = CalibrationRun(checkpoint, texts, options, folder / ".kv_scales.calibration", mark)
     _begin(run, texts, say)
     run.run(tick)
@@ -118,6 +131,15 @@ def make_kv_scales(
     facts = report(run, texts, options)
     run.work.remove()
     return facts
+
+
+def _writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"KV scales cannot be written into {folder}: {e.strerror}", hint="another --out") from e
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"KV scales cannot be written into {folder}", have="no right to write", hint="another --out")
 
 
 def _check_embeddable(kv: KVOptions) -> None:
@@ -161,6 +183,10 @@ def embedded(
 
 def _begin(run: CalibrationRun, texts: Texts, say: Say) -> None:
     say(f"calibrating with {texts.describe()}")
+    if run.options.weights is not None:
+        specs, _ = linear_specs(run.stream.checkpoint)
+        for reason, count in Counter(left_out(specs.values(), run.options.weights.quantizer).values()).items():
+            say(f"{count} of {len(specs)} linears stay as they are: {reason}")
     for line in run.plan():
         say(line)
     if run.work.done:
@@ -170,7 +196,7 @@ def _begin(run: CalibrationRun, texts: Texts, say: Say) -> None:
 def skipped_modules(checkpoint: Checkpoint, weights: Weights) -> list[str]:
     """Modules that stay as they are, for the copy's config."""
     specs, dense = linear_specs(checkpoint)
-    return dense + [spec.name for spec in specs.values() if weights.quantizer.accepts(spec) is not None]
+    return [*dense, *left_out(specs.values(), weights.quantizer)]
 
 
 def kv_tensors(work: WorkFolder) -> dict[str, torch.Tensor]:

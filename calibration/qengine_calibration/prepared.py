@@ -9,7 +9,7 @@ from qengine.errors import ConfigError, UserError
 from qengine.models.registry import native_builder
 from qengine.plugin import CalibratedQuantizer, LinearSpec, WeightQuant
 from qengine.plugin.discovery import load_plugin
-from qengine.runtime.cache_dir import cache_root, short_name
+from qengine.runtime.cache_dir import ELSEWHERE, cache_root, short_name
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.device import select_device
 from qengine.runtime.kv_dtypes import asked_kv_dtypes
@@ -18,7 +18,7 @@ from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import DENSE
 from qengine.text.tokenizer import Tokenizer
 from qengine_calibration.kv_scales import KVOptions
-from qengine_calibration.make import make_copy, make_kv_scales, weights_option
+from qengine_calibration.make import make_copy, make_kv_scales, takes_groups, weights_option
 from qengine_calibration.progress import bar
 from qengine_calibration.quantize import fingerprint, group_size, linear_specs, quantize_checkpoint
 from qengine_calibration.run import RunOptions
@@ -48,23 +48,26 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None, kv_dt
         )
     checkpoint = Checkpoint.open(folder)
     specs = list(linear_specs(checkpoint)[0].values())
-    group = group_size(specs)
+    size = group_size(specs) if takes_groups(plugin) else None
+    weights = weights_option(method, group_size=size)
     texts, reason = _texts(checkpoint, plugin, specs)
     how = "rounded" if texts is None else "calibrated"
-    name = f"{short_name(folder)}-{method}-g{group}-{how}-{fingerprint(checkpoint)}"
+    groups = "" if size is None else f"g{size}-"
+    name = f"{short_name(folder)}-{method}-{groups}{how}-{fingerprint(checkpoint)}"
     target = cache_root() / "quantised" / name
     if target.is_dir():
         say(f"using the {method} copy made before ({how}{reason}): {target}")
     else:
-        say(f"{folder} is 16-bit: making a copy with {method} weights, group size {group} (once): {target}")
+        groups = "" if size is None else f", group size {size}"
+        say(f"{folder} is 16-bit: making a copy with {method} weights{groups} (once): {target}")
         say(f"{method} weights, {how}{reason}")
         if texts is None:
             with bar("quantise") as tick:
-                quantize_checkpoint(folder, target, weights_option(method, group_size=group).quantizer, tick)
+                quantize_checkpoint(folder, target, weights.quantizer, tick)
         else:
-            options = RunOptions(weights_option(method, group_size=group), _kv_options(kv_dtype), resume=True)
+            options = RunOptions(weights, _kv_options(kv_dtype), resume=True)
             with bar("calibrate") as tick:
-                make_copy(folder, target, texts, options, say=say, tick=tick)
+                make_copy(folder, target, texts, options, say=say, tick=tick, elsewhere=ELSEWHERE)
         before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
         say(f"the copy is ready: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f} MiB")
     if texts is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer, tick: 
         method = checkpoint.quant.method if checkpoint.quant else "integer tensors"
         raise CheckpointError(f"{source} is quantised already", have=method, need="a 16-bit checkpoint")
     specs, dense = linear_specs(checkpoint)
-    skipped = dense + [spec.name for spec in specs.values() if quantizer.accepts(spec) is not None]
+    skipped = [*dense, *left_out(specs.values(), quantizer)]
     with building(target) as partial:
         if partial is None:
             return
@@ -115,6 +115,15 @@ def linear_specs(checkpoint: Checkpoint) -> tuple[dict[str, LinearSpec], list[st
     specs = [spec for leaf in linears if leaf.quantizable for spec in leaf.specs]
     dense = [spec.name for leaf in linears if not leaf.quantizable for spec in leaf.specs]
     return {f"{s.name}.weight": s for s in specs if f"{s.name}.weight" not in shared}, dense
+
+
+def left_out(specs: Collection[LinearSpec], quantizer: Quantizer) -> dict[str, str]:
+    """Names of the linears that the quantizer does not take, and why not. Raises ConfigError when it takes none."""
+    reasons = {spec.name: reason for spec in specs if (reason := quantizer.accepts(spec)) is not None}
+    if specs and len(reasons) == len(specs):
+        why = "; ".join(f"{reason} ({count} linears)" for reason, count in Counter(reasons.values()).most_common(3))
+        raise ConfigError("no linear of this model can be quantised like that", have=why)
+    return reasons
 
 
 def group_size(specs: list[LinearSpec]) -> int:

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qengine.cli.options import UNITS_NOTE, add_options, config_from, say
-from qengine.config import EngineConfig, option
+from qengine.cli.options import UNITS_NOTE, add_options, config_from, flags_of, say
+from qengine.config import EngineConfig, option, options
 from qengine.core.kv_map import read_kv_map
 from qengine.errors import ConfigError
 from qengine.plugin.discovery import find_plugin
@@ -108,12 +108,18 @@ class CalibrateConfig:
             raise ConfigError("nothing to calibrate", need="--quant NAME, --kv-dtype NAME, or both")
         if self.out is None and (self.quant is not None or self.embed):
             raise ConfigError("a copy of the model needs a place", need="--out FOLDER")
-        if self.embed and self.kv_dtype is None:
-            raise ConfigError("--embed is about KV scales", need="--kv-dtype NAME")
+        for group, asked, need in ((WEIGHTS, self.quant, "--quant NAME"), (KV, self.kv_dtype, "--kv-dtype NAME")):
+            given = [flags_of(f, o)[0] for f, o in options(type(self)) if o.group == group and _changed(self, f)]
+            if asked is None and given:
+                raise ConfigError(f"{' and '.join(given)}: nothing to make of that kind ({group})", need=need)
         if self.seq_len < 16:
             raise ConfigError("--seq-len is too short", have=self.seq_len, need=">= 16")
         if self.eval_tokens and self.eval_tokens < MIN_EVAL:
             raise ConfigError("--eval-tokens is too small", have=self.eval_tokens, need=f">= {MIN_EVAL}, or 0 for none")
+
+
+def _changed(config: CalibrateConfig, field: dataclasses.Field[Any]) -> bool:
+    return getattr(config, field.name) != field.default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

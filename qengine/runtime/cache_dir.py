@@ -40,24 +40,27 @@ def no_space(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or NO_SPACE in str(error)
 
 
-def _full(target: Path) -> UserError:
+ELSEWHERE = f"another folder in ${VARIABLE}"
+
+
+def _full(target: Path, elsewhere: str) -> UserError:
     free = shutil.disk_usage(target.parent).free
     return UserError(
         f"no space is left for {target}", have=f"{free / 2**20:.0f} MiB free",
-        hint=f"room there, or another folder in ${VARIABLE}",
+        hint=f"room there, or {elsewhere}",
     )  # fmt: skip
 
 
 @contextmanager
 def building(
-    target: Path, say: Callable[[str], None] = lambda line: None, *, wait: float = 1800.0
+    target: Path, say: Callable[[str], None] = lambda line: None, *, wait: float = 1800.0, elsewhere: str = ELSEWHERE
 ) -> Iterator[Path | None]:
     """Hold the lock on `target` and yield an empty folder beside it that becomes `target` when the block ends well.
 
     Yields None when another process finished `target` meanwhile; that it is waited for is said first. When the block
     raises (Ctrl-C included) the folder is removed and nothing is left. Folders that a killed process left behind are
-    removed by the next one. Raises UserError when the lock is not free within `wait` seconds, or the cache cannot be
-    written or is full.
+    removed by the next one. Raises UserError when the lock is not free within `wait` seconds, or the folder cannot be
+    written or its disk is full; `elsewhere` is what would work then.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +73,7 @@ def building(
     except Timeout as e:
         raise UserError(f"another process has been making {target.name} for {wait:.0f} s", hint="wait for it") from e
     except OSError as e:
-        raise UserError(f"the cache {target.parent} cannot be written: {e}", hint=f"another one in ${VARIABLE}") from e
+        raise UserError(f"the folder {target.parent} cannot be written: {e}", hint=elsewhere) from e
     try:
         if target.is_dir():
             yield None
@@ -85,7 +88,7 @@ def building(
             partial.rename(target)
         except Exception as e:
             if no_space(e):
-                raise _full(target) from e
+                raise _full(target, elsewhere) from e
             raise
         finally:
             if partial.is_dir():

@@ -227,7 +227,7 @@ def _convert(folder: Path, trust_remote_code: bool) -> tuple[tokenizers.Tokenize
         raise CheckpointError(
             f"{folder} holds no tokenizer",
             need="tokenizer.json, or files that transformers converts",
-            hint="--tokenizer FOLDER with the model's own",
+            hint="the model's own tokenizer files in that folder, or serving with --tokenizer FOLDER",
         )
     from transformers import AutoTokenizer
 

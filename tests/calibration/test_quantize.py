@@ -167,6 +167,25 @@ def test_prepared_copy_is_made_once_and_again_for_another_source(
     assert fingerprint(Checkpoint.open(source)) != mark
 
 
+def test_a_format_without_groups_is_asked_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(AwqQuantizer):
+        def __init__(self) -> None:
+            super().__init__(group_size=-1)
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(AwqQuant, "quantizer", classmethod(lambda cls, **options: Whole(**options)))
+    said: list[str] = []
+    copy = prepared_copy(make_tiny(tmp_path / "source", dtype="float16"), "awq", said.append)
+    assert copy.name.startswith("source-awq-calibrated-") and "with awq weights (once)" in said[0]
+
+
+def test_a_copy_that_would_hold_no_quantised_linear_is_not_made(tmp_path: Path) -> None:
+    source = make_tiny(tmp_path / "source", tokenizer=False)
+    with pytest.raises(ConfigError, match=r"256 inputs are no multiple of group size 96 \(\d+ linears\)"):
+        quantize_checkpoint(source, tmp_path / "copy", AwqQuantizer(group_size=96))
+    assert not (tmp_path / "copy").exists()
+
+
 def test_sixteen_bit_needs_no_copy_and_a_reader_cannot_make_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,9 @@ from toy_models import make_tiny
     [
         (["m"], "nothing to calibrate; need: --quant NAME, --kv-dtype NAME, or both"),
         (["m", "--quant", "awq"], "need: --out FOLDER"),
-        (["m", "--quant", "awq", "--out", "x", "--embed"], "--embed is about KV scales"),
+        (["m", "--quant", "awq", "--out", "x", "--embed"], "--embed: nothing to make of that kind (KV cache)"),
+        (["m", "--quant", "awq", "--out", "x", "--method", "amax"], "need: --kv-dtype NAME"),
+        (["m", "--kv-dtype", "fp8", "--bits", "4", "--damping", "0.1"], "--bits and --damping: nothing to make"),
         (["m", "--kv-dtype", "fp8", "--method", "guess"], "unknown value 'guess'"),
         (["m", "--kv-dtype", "fp8", "--seq-len", "4"], "--seq-len is too short"),
         (["m", "--quant", "nope", "--out", "x"], "nope"),
@@ -27,6 +29,37 @@ def test_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[st
     assert main(["calibrate", *argv]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--quant", "awq", "--act-order"], "awq has no --act-order"),
+        (["--quant", "gptq", "--zero-point"], "gptq has no --zero-point"),
+        (["--quant", "fp8", "--bits", "4"], "fp8 has no --bits"),
+        (["--quant", "gptq", "--bits", "5"], "bits 5 is not supported by gptq; need: 2 | 3 | 4 | 8"),
+        (["--quant", "awq", "--group-size", "48"], "no linear of this model can be quantised like that; have: 2"),
+        (["--quant", "gptq", "--group-size", "100"], "inputs are no multiple of group size 100 (12 linears)"),
+        (["--quant", "awq", "--out", "{tiny}/config.json/x"], "config.json cannot be written"),
+        (["--kv-dtype", "fp8", "--out", "{tiny}/config.json"], "KV scales cannot be written into"),
+    ],
+)
+def test_what_a_model_or_format_does_not_take(
+    argv: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("some text " * 60)
+    out = ["--out", str(tmp_path / "out")] if "--out" not in argv else []
+    asked = [a.format(tiny=tiny) for a in argv]
+    run_as = ["calibrate", str(tiny), *asked, *out, "--data", str(tmp_path / "t.txt"), "-q", "--device", "cpu"]
+    assert main([*run_as, "--eval-tokens", "0"]) == 2
+    err = capsys.readouterr().err
+    assert message in err.splitlines()[-1] and "QENGINE_CACHE" not in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_text_to_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
