@@ -19,7 +19,7 @@ import torch
 from qengine.errors import CheckpointError, ConfigError
 from qengine.layers.linear import Linear
 from qengine.layers.module import ModelContext
-from qengine.models.registry import build_model
+from qengine.models.registry import NATIVE, build_model
 from qengine.plugin import DeviceInfo, LinearSpec, Quantizer
 from qengine.runtime.cache_dir import building
 from qengine.runtime.checkpoint import Checkpoint
@@ -85,7 +85,11 @@ def _converted(
         spec, tensor = specs.get(name), checkpoint.read(name)
         if spec is None:
             return {name: tensor}
-        return {f"{spec.name}.{leaf}": part for leaf, part in quantizer.quantize(spec, tensor).items()}
+        try:
+            made = quantizer.quantize(spec, tensor)
+        except ValueError as e:
+            raise CheckpointError(f"{checkpoint.folder} cannot be quantised: {e}") from e
+        return {f"{spec.name}.{leaf}": part for leaf, part in made.items()}
 
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS)
@@ -105,15 +109,21 @@ def _converted(
 
 def linear_specs(checkpoint: Checkpoint) -> tuple[dict[str, LinearSpec], list[str]]:
     """Weight tensor name -> spec of every linear that may be quantised and has a weight of its own (a tied head has
-    none), and the names of those that stay as they are (routers)."""
+    none), and the names of those that stay as they are (routers). Raises CheckpointError for a model without any."""
+    config = load_config(checkpoint)
     ctx = ModelContext(
-        load_config(checkpoint), torch.device("cpu"), DeviceInfo("cpu"), torch.float32, torch.float32, max_model_len=1
+        config, torch.device("cpu"), DeviceInfo("cpu"), torch.float32, torch.float32, max_model_len=1
     )
     leaves = build_model(ctx).leaves
     shared = {name for leaf in leaves if not isinstance(leaf, Linear) for name, _ in leaf.needs()}
     linears = [leaf for leaf in leaves if isinstance(leaf, Linear)]
     specs = [spec for leaf in linears if leaf.quantizable for spec in leaf.specs]
     dense = [spec.name for leaf in linears if not leaf.quantizable for spec in leaf.specs]
+    if not specs:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no linears that can be quantised here", have=getattr(config, "model_type", None),
+            need=" | ".join(NATIVE),
+        )  # fmt: skip
     return {f"{s.name}.weight": s for s in specs if f"{s.name}.weight" not in shared}, dense
 
 

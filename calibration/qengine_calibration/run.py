@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,7 @@ from qengine_calibration.work import WorkFolder
 VERSION = 2
 """Changes when the same source and text would give another result; part of a run's key."""
 FEEDS = ("original", "quantised")
+SIXTEEN_OR_MORE = (torch.float16, torch.bfloat16, torch.float32)
 
 Say = Callable[[str], None]
 Tick = Callable[[int, int], None]
@@ -142,7 +143,10 @@ class CalibrationRun:
         observers, seen = self._original(index, keep=self.options.feed == "original", see_kv=not self.again)
         stream.forget(layer)
         if self.quantizer is not None:
-            result = self.quantizer.run(layer, self._float_tensors(layer), observers, keep_meaning=self.again)
+            try:
+                result = self.quantizer.run(layer, self._float_tensors(layer), observers, keep_meaning=self.again)
+            except ValueError as e:
+                raise CheckpointError(f"{stream.checkpoint.folder} cannot be quantised: {e}") from e
             tensors |= result.tensors
             facts |= {
                 "replaced": result.replaced, "linears": result.linears, "factors": result.factors, "cold": result.cold,
@@ -191,6 +195,8 @@ class CalibrationRun:
         after = self.work.fresh_hidden(index + 1) if keep else None
 
         def each(batch: MicroBatch, before: torch.Tensor, hidden: torch.Tensor) -> None:
+            if not bool(torch.isfinite(hidden).all()):
+                self._refuse(index)
             if after is not None:
                 after.write(batch.first, hidden)
 
@@ -208,6 +214,16 @@ class CalibrationRun:
         finally:
             stream.kv(index).observer = None
         return observer
+
+    def _refuse(self, index: int) -> NoReturn:
+        """Raises CheckpointError for a layer whose outputs are not finite, naming those of its weights that are not."""
+        weights = self._float_tensors(self.stream.layers[index])
+        bad = [n for n, t in weights.items() if t.dtype in SIXTEEN_OR_MORE and not bool(torch.isfinite(t).all())]
+        raise CheckpointError(
+            f"{self.stream.checkpoint.folder}: outputs of layer {index} are not finite",
+            have=f"NaN or infinity in {', '.join(bad[:4])}" if bad else f"values beyond {self.stream.dtype}",
+            hint="another copy of the model" if bad else None,
+        )  # fmt: skip
 
     def _float_tensors(self, layer: DecoderLayer) -> dict[str, torch.Tensor]:
         stream = self.stream

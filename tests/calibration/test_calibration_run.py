@@ -245,7 +245,7 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
         RunOptions()
     with pytest.raises(ConfigError, match="bits"):
         weights_option("gptq", bits=5)
-    with pytest.raises(ConfigError, match="zero_point"):
+    with pytest.raises(ConfigError, match="fp8 has no --zero-point"):
         weights_option("fp8", zero_point=True)
     weights = weights_option("awq", group_size=64)
     make_copy(source, tmp_path / "copy", texts(), RunOptions(weights, device="cpu"))

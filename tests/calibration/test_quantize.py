@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from load_model import load_folder, plan_folder
 from qengine.errors import CheckpointError, ConfigError
@@ -17,10 +17,14 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine_awq.backend import AwqQuant
 from qengine_awq.quantizer import AwqQuantizer
 from qengine_calibration import prepared
+from qengine_calibration.kv_scales import KVOptions
+from qengine_calibration.make import make_copy, weights_option
 from qengine_calibration.prepared import prepared_copy
 from qengine_calibration.quantize import fingerprint, group_size, quantize_checkpoint
+from qengine_calibration.run import RunOptions
+from qengine_calibration.texts import Texts
 from torch_kv import PagedRun
-from toy_models import make_succ, make_tiny, make_tiny_awq, write_model
+from toy_models import VOCAB, make_succ, make_tiny, make_tiny_awq, write_model
 
 IDS = [72, 101, 108, 108, 111, 256, 3, 200]
 
@@ -194,3 +198,19 @@ def test_sixteen_bit_needs_no_copy_and_a_reader_cannot_make_one(
     monkeypatch.setattr(AwqQuant, "quantizer", classmethod(lambda cls, **options: None))
     with pytest.raises(ConfigError, match="awq weights cannot be made"):
         prepared_copy(source, "awq")
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    source = make_tiny(tmp_path / "m", tokenizer=False)
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 5] = torch.nan
+    save_file(weights, source / "model.safetensors")
+    ids = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(3)).tolist()
+    texts = Texts([ids[:100], ids[100:]], 100, "random ids", 1, 1, "3")
+    making = RunOptions(weights_option("awq", group_size=64), KVOptions("fp8"), device="cpu")
+    with pytest.raises(CheckpointError, match=f"outputs of layer 1 are not finite; have: NaN or infinity in {name}"):
+        make_copy(source, tmp_path / "copy", texts, making)
+    with pytest.raises(CheckpointError, match=r"m cannot be quantised: model\.layers\.1\.mlp\.up_proj: .*finite"):
+        quantize_checkpoint(source, tmp_path / "copy", AwqQuantizer(64))
+    assert not (tmp_path / "copy").exists()
