@@ -15,7 +15,7 @@ import torch
 from qengine.errors import ConfigError
 from qengine.plugin import WeightQuant
 from qengine.plugin.discovery import load_plugin
-from qengine.runtime.cache_dir import building
+from qengine.runtime.cache_dir import building, only_one
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import write_json
 from qengine.runtime.kv_scales import LOOKS_LIKE
@@ -123,13 +123,14 @@ def make_kv_scales(
     checkpoint = Checkpoint.open(source)
     mark = model_fingerprint(checkpoint)
     _writable(folder)
-    run = CalibrationRun(checkpoint, texts, options, folder / ".kv_scales.calibration", mark)
-    _begin(run, texts, say)
-    run.run(tick)
-    path = write_sidecar(folder, mark, kv_tensors(run.work), kv_report(run, texts, options))
-    say(f"KV scales: {path}")
-    facts = report(run, texts, options)
-    run.work.remove()
+    with only_one(folder, say):
+        run = CalibrationRun(checkpoint, texts, options, folder / ".kv_scales.calibration", mark)
+        _begin(run, texts, say)
+        run.run(tick)
+        path = write_sidecar(folder, mark, kv_tensors(run.work), kv_report(run, texts, options))
+        say(f"KV scales: {path}")
+        facts = report(run, texts, options)
+        run.work.remove()
     return facts
 
 
@@ -189,6 +190,11 @@ def _begin(run: CalibrationRun, texts: Texts, say: Say) -> None:
             say(f"{count} of {len(specs)} linears stay as they are: {reason}")
     for line in run.plan():
         say(line)
+    if run.work.lost:
+        say(
+            f"WARNING: {run.work.lost} layers that an earlier run finished are of no use: its model, text or settings "
+            "were others"
+        )
     if run.work.done:
         say(f"going on behind layer {run.work.done}, where an earlier run stopped")
 

@@ -22,16 +22,22 @@ class WorkFolder:
 
     def __init__(self, path: Path, key: str, hidden_size: int, resume: bool) -> None:
         """`key` names everything that the result depends on. Without `resume`, or for another key, what is there is
-        thrown away."""
+        thrown away; `lost` counts the layers that `resume` was asked for and another key stood in the way of."""
         self.path = path
         self.hidden_size = hidden_size
+        self.lost = 0
         if not (resume and self._key() == key):
+            self.lost = self._count() if resume else 0
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
             self._write(STATE, {"key": key})
-        self.done = 0
-        while self._facts_file(self.done).is_file():
-            self.done += 1
+        self.done = self._count()
+
+    def _count(self) -> int:
+        done = 0
+        while self._facts_file(done).is_file():
+            done += 1
+        return done
 
     def _key(self) -> str | None:
         try:

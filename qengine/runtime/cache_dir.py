@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -49,6 +50,30 @@ def _full(target: Path, elsewhere: str) -> UserError:
         f"no space is left for {target}", have=f"{free / 2**20:.0f} MiB free",
         hint=f"room there, or {elsewhere}",
     )  # fmt: skip
+
+
+@contextmanager
+def only_one(folder: Path, say: Callable[[str], None], *, wait: float = 1800.0) -> Iterator[None]:
+    """While the block runs, no other process is in such a block for this folder, in which nothing is left: the lock
+    lies in the cache. That another process is waited for is said. Raises UserError after `wait` seconds, or where the
+    cache cannot be written."""
+    locks = cache_root() / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(locks / f"{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"another process is at work in {folder}: waiting for it")
+            lock.acquire(timeout=wait)
+    except Timeout as e:
+        raise UserError(f"another process has been at work in {folder} for {wait:.0f} s", hint="wait for it") from e
+    except OSError as e:
+        raise UserError(f"the folder {locks} cannot be written: {e}", hint=ELSEWHERE) from e
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

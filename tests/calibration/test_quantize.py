@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from load_model import load_folder, plan_folder
-from qengine.errors import CheckpointError, ConfigError
+from qengine.errors import CheckpointError, ConfigError, UserError
 from qengine.plugin import LinearSpec
-from qengine.runtime.cache_dir import VARIABLE
+from qengine.runtime.cache_dir import VARIABLE, only_one
 from qengine.runtime.checkpoint import Checkpoint
 from qengine_awq.backend import AwqQuant
 from qengine_awq.quantizer import AwqQuantizer
@@ -23,6 +23,7 @@ from qengine_calibration.prepared import prepared_copy
 from qengine_calibration.quantize import fingerprint, group_size, quantize_checkpoint
 from qengine_calibration.run import RunOptions
 from qengine_calibration.texts import Texts
+from qengine_calibration.work import WorkFolder
 from torch_kv import PagedRun
 from toy_models import VOCAB, make_succ, make_tiny, make_tiny_awq, write_model
 
@@ -214,3 +215,24 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"m cannot be quantised: model\.layers\.1\.mlp\.up_proj: .*finite"):
         quantize_checkpoint(source, tmp_path / "copy", AwqQuantizer(64))
     assert not (tmp_path / "copy").exists()
+
+
+def test_layers_of_a_run_with_other_settings_are_said_to_be_lost(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / "work", "4 bits", 8, resume=False)
+    work.save(0, {"a": torch.ones(1)}, {})
+    assert WorkFolder(work.path, "4 bits", 8, resume=True).done == 1
+    other = WorkFolder(work.path, "3 bits", 8, resume=True)
+    assert (other.done, other.lost) == (0, 1)
+
+
+def test_two_processes_do_not_measure_scales_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    said: list[str] = []
+    with only_one(tmp_path, said.append):
+        with pytest.raises(UserError, match="has been at work in"), only_one(tmp_path, said.append, wait=0.1):
+            pass
+        with only_one(tmp_path / "other", said.append):
+            pass
+    assert len(said) == 1 and "waiting for it" in said[0]
+    with only_one(tmp_path, said.append):
+        assert not list(tmp_path.glob("*.lock"))
