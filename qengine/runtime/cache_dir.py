@@ -53,27 +53,35 @@ def _full(target: Path, elsewhere: str) -> UserError:
 
 
 @contextmanager
-def only_one(folder: Path, say: Callable[[str], None], *, wait: float = 1800.0) -> Iterator[None]:
-    """While the block runs, no other process is in such a block for this folder, in which nothing is left: the lock
-    lies in the cache. That another process is waited for is said. Raises UserError after `wait` seconds, or where the
-    cache cannot be written."""
-    locks = cache_root() / "locks"
+def _held(path: Path, doing: str, say: Callable[[str], None], wait: float, elsewhere: str) -> Iterator[None]:
+    """While the block runs, the lock file `path` is held. `doing`: what another process that has it is about, which is
+    said before it is waited for. Raises UserError after `wait` seconds, or where the file cannot be written."""
     try:
-        locks.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(locks / f"{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"another process is at work in {folder}: waiting for it")
+            say(f"another process is {doing}: waiting for it")
             lock.acquire(timeout=wait)
     except Timeout as e:
-        raise UserError(f"another process has been at work in {folder} for {wait:.0f} s", hint="wait for it") from e
+        raise UserError(f"another process has been {doing} for {wait:.0f} s", hint="wait for it") from e
     except OSError as e:
-        raise UserError(f"the folder {locks} cannot be written: {e}", hint=ELSEWHERE) from e
+        raise UserError(f"the folder {path.parent} cannot be written: {e}", hint=elsewhere) from e
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def only_one(folder: Path, say: Callable[[str], None], *, wait: float = 1800.0) -> Iterator[None]:
+    """While the block runs, no other process is in such a block for this folder, in which nothing is left: the lock
+    lies in the cache. That another process is waited for is said. Raises UserError after `wait` seconds, or where the
+    cache cannot be written."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    with _held(cache_root() / "locks" / f"{name}.lock", f"at work in {folder}", say, wait, ELSEWHERE):
+        yield
 
 
 @contextmanager
@@ -87,19 +95,7 @@ def building(
     removed by the next one. Raises UserError when the lock is not free within `wait` seconds, or the folder cannot be
     written or its disk is full; `elsewhere` is what would work then.
     """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.with_name(target.name + ".lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            say(f"another process is making {target}: waiting for it")
-            lock.acquire(timeout=wait)
-    except Timeout as e:
-        raise UserError(f"another process has been making {target.name} for {wait:.0f} s", hint="wait for it") from e
-    except OSError as e:
-        raise UserError(f"the folder {target.parent} cannot be written: {e}", hint=elsewhere) from e
-    try:
+    with _held(target.with_name(target.name + ".lock"), f"making {target}", say, wait, elsewhere):
         if target.is_dir():
             yield None
             return
@@ -118,5 +114,3 @@ def building(
         finally:
             if partial.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)
-    finally:
-        lock.release()
