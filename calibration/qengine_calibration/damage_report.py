@@ -59,7 +59,9 @@ def _kv_lines(kv: Facts) -> list[str]:
     if kept := kv.get("kept_16_bit"):
         limit = kv["most_damage"]
         much = "WARNING: all" if len(kept) == len(layers) else str(len(kept))
-        out.append(f"{much} layers keep a 16-bit KV cache, as their error is above {limit}: {_named(kept)}")
+        # Scales in a checkpoint's own tensors are for all layers alike.
+        keep = "should keep a 16-bit KV cache and do not" if kv.get("embedded") else "keep a 16-bit KV cache"
+        out.append(f"{much} layers {keep}, as their error is above {limit}: {_named(kept)}")
     sides = [f[k] for f in layers.values() for k in "kv" if "scale" in f[k]]
     if left := sum(side.get("left_at_1", 0) for side in sides):
         of = sum(len(side["scale"]) for side in sides)
@@ -150,7 +152,7 @@ def _by_layer(axes: Any, linears: Facts) -> None:
 
 
 def _kv_parts(kv: Facts) -> list[Part]:
-    layers, kept = kv["layers"], kv.get("kept_16_bit", ())
+    layers, kept = kv["layers"], () if kv.get("embedded") else kv.get("kept_16_bit", ())
     rows = [
         [
             name, *(f"{max(f[k]['amax']):.4g}" for k in "kv"), *(_figure(f[k], "clip_rate", 100, ".3g") for k in "kv"),

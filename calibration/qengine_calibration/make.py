@@ -107,6 +107,8 @@ def make_copy(
         old = frozenset(n for n in checkpoint.tensors if scales and LOOKS_LIKE.search(n))
         write_copy(checkpoint, run.work, partial, config, copied_files(source), old, scales if embed else None)
         facts = report(run, texts, options)
+        if options.kv is not None:
+            facts["kv"]["embedded"] = embed
         write_json(partial / REPORT, facts)
         if scales and not embed:
             assert options.kv is not None

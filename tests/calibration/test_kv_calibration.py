@@ -332,7 +332,8 @@ def test_a_layer_that_is_damaged_too_much_keeps_16_bits(tmp_path: Path) -> None:
     none = built(folder, kv_scales=str(tmp_path / "none"))
     assert [k.name for k, _ in none.kv.sides.values()] == ["auto", "auto"]
     said: list[str] = []
-    make_copy(folder, tmp_path / "copy", texts(), limited, embed=True, say=said.append)
+    facts = make_copy(folder, tmp_path / "copy", texts(), limited, embed=True, say=said.append)
+    assert any("should keep a 16-bit KV cache and do not" in line for line in damage_report.lines(facts))
     assert any(line.startswith("WARNING: 1 layers should keep") and worst in line for line in said)
 
 
