@@ -90,14 +90,14 @@ def run_worker(job: CompileJob) -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != INTERPRET_ENV}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.pt"
-        torch.save(job, path)
-        command = [sys.executable, "-m", "qengine.conformance.launches", str(path)]
+        asked, answer = Path(folder) / "job.pt", Path(folder) / "report.jsonl"
+        torch.save(job, asked)
+        command = [sys.executable, "-m", "qengine.conformance.launches", str(asked), str(answer)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CheckFailed(f"launching for sm_{' sm_'.join(map(str, job.targets))} fails: {lines[-1]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise CheckFailed(f"launching for sm_{' sm_'.join(map(str, job.targets))} fails: {lines[-1]}")
+        return [json.loads(line) for line in answer.read_text(encoding="utf-8").splitlines()]
 
 
 def check_report(rows: Sequence[Mapping[str, Any]], what: str) -> None:

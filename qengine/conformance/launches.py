@@ -1,7 +1,10 @@
 """Sees what a plugin launches, and compiles it for chips that are not there. Runs as a process of its own, because
 Triton is either interpreted or compiled for the whole life of a process.
 
-    python -m qengine.conformance.launches JOB      JOB: a file that `compile_check` wrote; one JSON line a kernel
+    python -m qengine.conformance.launches JOB REPORT
+
+JOB is a file that `compile_job.run_worker` wrote. REPORT gets one JSON line for each kernel; standard output is no
+place for it, because the compiler prints there what it could not lower.
 """
 
 from __future__ import annotations
@@ -101,8 +104,8 @@ def compile_launch(launch: Launch, sm: int) -> int:
     return int(compiled.metadata.shared)
 
 
-def report(sm: int, limit: int, run: Callable[[], None]) -> None:
-    """Run something that launches kernels, compile all of them for a chip, and print a line for each."""
+def report(sm: int, limit: int, run: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Run something that launches kernels, compile all of them for a chip, and give a row for each."""
     with recorded() as found:
         run()
     for launch in found.values():
@@ -111,7 +114,7 @@ def report(sm: int, limit: int, run: Callable[[], None]) -> None:
             row["shared"] = compile_launch(launch, sm)
         except Exception as e:  # every failure is a line of the report
             row["error"] = f"{type(e).__name__}: {e}"
-        print(json.dumps(row), flush=True)
+        yield row
 
 
 def main() -> None:
@@ -120,8 +123,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     job: CompileJob = torch.load(sys.argv[1], weights_only=False)
-    for sm in job.targets:
-        report(sm, SHARED_MEMORY[sm] * 1024, lambda sm=sm: run_job(job, sm))  # type: ignore[misc]
+    with open(sys.argv[2], "w", encoding="utf-8") as out:
+        for sm in job.targets:
+            for row in report(sm, SHARED_MEMORY[sm] * 1024, lambda sm=sm: run_job(job, sm)):  # type: ignore[misc]
+                print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":
