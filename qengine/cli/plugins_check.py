@@ -102,5 +102,6 @@ def read_targets(text: str | None) -> list[int] | None:
 
 
 def line(outcome: Outcome) -> str:
-    text = outcome.line if outcome.line else outcome.what
+    passed = outcome.state == "passed"
+    text = "; ".join(t for t in (outcome.what if passed or not outcome.line else "", outcome.line) if t)
     return f"  {SIGNS[outcome.state]:6}  {outcome.name:12}  {text}  ({outcome.seconds:.1f} s)"

@@ -100,13 +100,30 @@ def run_worker(job: CompileJob) -> list[dict[str, Any]]:
         return [json.loads(line) for line in answer.read_text(encoding="utf-8").splitlines()]
 
 
-def check_report(rows: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Every kernel must have compiled, within the chip's shared memory."""
+def check_report(rows: Sequence[Mapping[str, Any]], what: str) -> list[int]:
+    """Every kernel must have compiled, within the chip's shared memory. Returns the chips that this Triton compiles
+    nothing for, which says nothing about the plugin."""
+    unknown = [row["sm"] for row in rows if row.get("unknown")]
+    compiled = [row for row in rows if not row.get("unknown")]
     if not rows:
         raise NotApplicable("no Triton kernel is launched on a claimed chip")
-    for row in rows:
+    for row in compiled:
         where = f"{what}: sm_{row['sm']} is claimed, but {row['kernel']}"
         error = " ".join(str(row.get("error", "")).split())
         need("error" not in row, f"{where} does not compile for it: {error[:200]}")
         need(row.get("shared", 0) <= row["limit"], f"{where} takes {row.get('shared')} bytes of shared memory, of "
              f"which the chip has {row['limit']}")  # fmt: skip
+    return unknown
+
+
+def left_out(unknown: Sequence[int], claimed: int) -> str | None:
+    """What a check of `claimed` compilations says of the chips that `check_report` found unknown. Raises NotApplicable
+    where there was none that could be compiled for."""
+    if not claimed:
+        raise NotApplicable("no CUDA chip is claimed")
+    if not unknown:
+        return None
+    chips = ", ".join(f"sm_{sm}" for sm in sorted(set(unknown)))
+    if len(unknown) == claimed:
+        raise NotApplicable(f"the installed Triton compiles for none of the claimed chips: {chips}")
+    return f"left out, because the installed Triton cannot compile for it: {chips}"

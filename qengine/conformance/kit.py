@@ -6,9 +6,10 @@ import time
 import traceback as tracebacks
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 State = Literal["passed", "failed", "not applicable"]
+Run = TypeVar("Run", bound=Callable[[Any], str | None])
 
 
 class CheckFailed(AssertionError):
@@ -21,18 +22,20 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One property that every plugin of a kind has. `what` says it in a line; `run` raises CheckFailed."""
+    """One property that every plugin of a kind has. `what` says it in a line; `run` raises CheckFailed, or returns
+    what it had to leave out, if anything."""
 
     name: str
     what: str
-    run: Callable[[Any], None]
+    run: Callable[[Any], str | None]
     gpu: bool = False
     """Only on a real GPU."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`line` is the first line of a failure, or why a check does not apply; `traceback` that of a failure."""
+    """`line` is the first line of a failure, why a check does not apply, or what one that passed left out; `traceback`
+    that of a failure."""
 
     name: str
     what: str
@@ -45,10 +48,10 @@ class Outcome:
 class Registry(list[Check]):
     """The checks of one kind, in the order in which they are told to authors."""
 
-    def add(self, name: str, *, gpu: bool = False) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    def add(self, name: str, *, gpu: bool = False) -> Callable[[Run], Run]:
         """Register a function under `name`; the first line of its docstring is what is shown."""
 
-        def register(run: Callable[[Any], None]) -> Callable[[Any], None]:
+        def register(run: Run) -> Run:
             what = (run.__doc__ or "").strip().splitlines()[0].rstrip(".")
             self.append(Check(name, what, run, gpu))
             return run
@@ -62,7 +65,7 @@ def run_check(check: Check, subject: Any) -> Outcome:
     state: State = "passed"
     line, trace = "", None
     try:
-        check.run(subject)
+        line = check.run(subject) or ""
     except NotApplicable as e:
         state, line = "not applicable", str(e)
     except Exception as e:

@@ -104,8 +104,26 @@ def compile_launch(launch: Launch, sm: int) -> int:
     return int(compiled.metadata.shared)
 
 
+@triton.jit
+def _nothing(out: Any) -> None:
+    pass
+
+
+def knows(sm: int) -> bool:
+    """Whether the installed Triton, with its assembler, makes code for a chip at all."""
+    try:
+        compile_launch(Launch(_nothing, {"out": "*fp32"}, {}, (), {}), sm)
+    except Exception:  # it has no type of its own for this
+        return False
+    return True
+
+
 def report(sm: int, limit: int, run: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """Run something that launches kernels, compile all of them for a chip, and give a row for each."""
+    """Run something that launches kernels, compile all of them for a chip, and give a row for each; one row
+    where there is no compiling for it."""
+    if not knows(sm):
+        yield {"sm": sm, "unknown": True}
+        return
     with recorded() as found:
         run()
     for launch in found.values():

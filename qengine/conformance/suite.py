@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unittest
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -57,9 +58,11 @@ def _method(check: Check) -> Callable[[Suite], None]:
         if check.gpu and not self.on_gpu():
             raise unittest.SkipTest("needs a GPU")
         try:
-            check.run(self.subject())
+            left_out = check.run(self.subject())
         except NotApplicable as e:
             raise unittest.SkipTest(str(e)) from e
+        if left_out:
+            warnings.warn(left_out, stacklevel=1)
 
     test.__doc__ = check.what
     return test
