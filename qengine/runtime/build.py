@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from typing import cast
 
+import torch
+
 from qengine.config import EngineConfig
 from qengine.core.pages import KVCacheManager
 from qengine.core.plan import shrunk
@@ -137,7 +139,7 @@ def _capture(b: Built, runner: Runner) -> list[str]:
     if b.config.enforce_eager:
         return ["CUDA graphs: none (--enforce-eager)"]
     m = b.memory
-    free = free_memory(b.device)
+    free, pools = free_memory(b.device), torch.cuda.memory_reserved(b.device)
     graphs, line = capture_decodes(
         b.model, b.config.max_num_seqs, m.max_model_len, len(m.inputs.groups), b.config.block_size, b.device,
         runner.weights,
@@ -149,7 +151,9 @@ def _capture(b: Built, runner: Runner) -> list[str]:
     runner.use_graphs(graphs)
     lines += check_graphs(runner, m.max_model_len - 1)
     runner.cache.zero_blocks([0])
-    lines.append(report.graph_memory_line(m.inputs.graphs, free - free_memory(b.device), m.inputs.total))
+    taken = free - free_memory(b.device)
+    pools = torch.cuda.memory_reserved(b.device) - pools
+    lines.append(report.graph_memory_line(m.inputs.graphs, taken, pools, m.inputs.total))
     return lines
 
 

@@ -44,7 +44,6 @@ class Engine:
         self.last_progress = time.monotonic()
         self.kernels_compiled = 0
         """Kernels made ready by a step and not before the engine was."""
-        self._kernels_seen = len(kernels_compiled())
         self._refused: list[RequestOutput] = []
         self._announced: set[str] = set()
         self._running: Launched | None = None
@@ -98,11 +97,12 @@ class Engine:
         step that follows, then waits for this one, so that the device goes on while outputs are made.
         """
         outputs, self._refused = self._refused, []
+        ready = len(kernels_compiled())
         if self._running is not None and self._needs_its_ids(self._running.step):
             self.synchronous_steps += 1
             outputs += self._settle()
         step = self.scheduler.schedule()
-        started = None if step is None else self._launch(step)
+        started = None if step is None else self.runner.launch(step)
         if self._running is not None:
             outputs += self._settle()
         elif started is None:
@@ -110,20 +110,16 @@ class Engine:
         self._running = started
         if started is not None and not self.asynchronous:
             outputs += self._settle()
+        self._count_compiled(kernels_compiled()[ready:], step)
         return StepOutputs(outputs=outputs, stats=self.stats())
 
-    def _launch(self, step: Step) -> Launched:
-        started = self.runner.launch(step)
-        compiled = kernels_compiled()
-        if len(compiled) > self._kernels_seen:
-            new = compiled[self._kernels_seen :]
-            self._kernels_seen = len(compiled)
-            self.kernels_compiled += len(new)
-            logger.warning(
-                "%d kernel(s) compiled while serving, in a step of %d sequences and %d tokens: %s",
-                len(new), len(step.sequences), step.num_tokens, ", ".join(sorted(set(new))),
-            )  # fmt: skip
-        return started
+    def _count_compiled(self, names: Sequence[str], step: Step | None) -> None:
+        """Of this very step: what another engine of this process compiles while it warms up is no concern of ours."""
+        if names:
+            self.kernels_compiled += len(names)
+            size = f", in a step of {len(step.sequences)} sequences and {step.num_tokens} tokens" if step else ""
+            kinds = ", ".join(sorted(set(names)))
+            logger.warning("%d kernel(s) compiled while serving%s: %s", len(names), size, kinds)
 
     def _needs_its_ids(self, step: Step) -> bool:
         """Whether what follows this step can only be computed once its sampled ids are known here."""

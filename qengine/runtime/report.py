@@ -80,7 +80,15 @@ def agreement_line(name: str, planned: int, actual: int) -> str:
     return f"{mark}{name}: planned {gib(planned)}, allocated {gib(actual)} ({off:.1%} apart)"
 
 
-def graph_memory_line(planned: int, taken: int, total: int) -> str:
-    """What captured graphs took of a device of `total` bytes beside their plan; 2 % of the device more is a warning."""
-    mark = "" if taken - planned <= 0.02 * total else "WARNING: "
-    return f"{mark}CUDA graphs: planned {gib(planned)}, taken {gib(max(taken, 0))}"
+def graph_memory_line(planned: int, taken: int, pools: int, total: int) -> str:
+    """What captured graphs took of a device of `total` bytes beside their plan; 2 % of the device more is a warning.
+
+    `taken` is by how much free memory fell, `pools` what torch holds of that. The rest is the driver's, which only free
+    memory shows, so that it counts what other processes did meanwhile too.
+    """
+    line = f"CUDA graphs: planned {gib(planned)}, taken {gib(max(taken, 0))}"
+    too_much = planned + 0.02 * total
+    if max(taken, pools) <= too_much:
+        return line
+    return f"WARNING: {line}" + (f" ({gib(pools)} by torch, the rest by the driver or by other processes)"
+                                 if pools <= too_much else "")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 import broken_kv as broken
-from qengine.conformance.kit import CheckFailed
+from qengine.cli.plugins_check import line
+from qengine.conformance.compile_job import CompileJob, check_report, left_out, run_worker, where_is
+from qengine.conformance.kit import CheckFailed, NotApplicable, run_check
 from qengine.conformance.kv_steps import as_good
+from qengine.conformance.kv_subject import SMALL
 from qengine.conformance.kv_suite import KV_CHECKS, KVSubject
 from qengine.conformance.places import places
 
@@ -90,3 +94,23 @@ def test_a_tie_may_go_either_way_and_nothing_else() -> None:
         as_good("stored k", x, want, x)
     with pytest.raises(CheckFailed, match="stored k: off by"):
         as_good("stored k", torch.where(want == want[9], torch.nan, want), want, x)
+
+
+def test_a_chip_that_this_triton_does_not_know_is_left_out_and_said() -> None:
+    """A real worker's report, as an older assembler would have made it for the last chip."""
+    rows = run_worker(CompileJob(where_is(broken.Rows), (90,), torch.float16, caches=[(SMALL, 16)]))
+    assert rows and check_report(rows, "rows") == []
+    unknown = check_report([*rows, {"sm": 110, "unknown": True}], "rows")
+    assert left_out(unknown, 2) == "left out, because the installed Triton cannot compile for it: sm_110"
+    assert left_out([], 2) is None
+    with pytest.raises(NotApplicable, match="compiles for none of the claimed chips: sm_110"):
+        left_out(unknown, 1)
+    check = dataclasses.replace(BY_NAME["targets"], run=lambda subject: "left out: sm_110")
+    told = line(run_check(check, None))
+    assert "ok" in told and "compiles for every chip" in told and "left out: sm_110" in told
+
+
+def test_what_the_compiler_prints_is_no_part_of_the_report() -> None:
+    """Triton prints the code that it could not lower, which begins with a brace too."""
+    job = CompileJob(where_is(broken.ClaimsWhatDoesNotCompile), (75,), torch.float16, caches=[(SMALL, 16)])
+    assert {row["sm"] for row in run_worker(job)} == {75}

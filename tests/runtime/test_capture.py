@@ -189,9 +189,15 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_memory_of_graphs_beside_their_plan() -> None:
-    assert graph_memory_line(300 * MIB, 310 * MIB, 1000 * MIB) == "CUDA graphs: planned 0.29 GiB, taken 0.30 GiB"
-    assert graph_memory_line(10 * MIB, 31 * MIB, 1000 * MIB).startswith("WARNING: CUDA graphs: planned 10.0 MiB")
-    assert graph_memory_line(10 * MIB, -5, 1000 * MIB).endswith("taken 0.0 MiB")
+    def line(planned: int, taken: int, pools: int) -> str:
+        return graph_memory_line(planned * MIB, taken * MIB, pools * MIB, 1000 * MIB)
+
+    assert line(300, 310, 290) == "CUDA graphs: planned 0.29 GiB, taken 0.30 GiB"
+    assert line(10, -5, 4).endswith("taken 0.0 MiB")
+    assert line(10, 31, 31) == "WARNING: CUDA graphs: planned 10.0 MiB, taken 31.0 MiB"
+    assert line(10, -5, 31).startswith("WARNING: ")  # a neighbour gave back more than the graphs took
+    assert line(10, 500, 4) == ("WARNING: CUDA graphs: planned 10.0 MiB, taken 0.49 GiB (4.0 MiB by torch, the rest by "
+                                "the driver or by other processes)")  # fmt: skip
 
 
 @pytest.mark.gpu

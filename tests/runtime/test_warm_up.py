@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from qengine.core.step import Step
 from qengine.runtime.sampling_kernels import RowMax, TopFloor
 from qengine.runtime.warmup import _check_sampling, step_sizes
 from qengine_kernels import cpu_fused
+from qengine_kernels.compile_watch import kernels_compiled
 from qengine_kernels.row_max import row_max
 from qengine_kernels.row_max.reference import row_max_reference
 from qengine_kernels.top_floor import top_floor
@@ -118,3 +120,20 @@ def test_serving_compiles_nothing(tmp_path: Path, eager: bool, kv: str) -> None:
                  for i in range(count)]  # fmt: skip
         run(engine, asked)
     assert engine.stats().kernels_compiled == 0
+
+
+def test_only_what_a_step_compiles_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what other engines of this process compile while they get ready, between two steps of this one."""
+    engine = toy_engine(make_tiny(tmp_path))
+    kernels_compiled().append("a kernel of another engine")
+    run(engine, [request("a", [1, 2, 3], max_tokens=2)])
+    assert engine.stats().kernels_compiled == 0
+    launch = engine.runner.launch
+
+    def compiles(step: Step) -> object:
+        kernels_compiled().append("late_kernel")
+        return launch(step)
+
+    monkeypatch.setattr(engine.runner, "launch", compiles)
+    run(engine, [request("b", [1, 2, 3], max_tokens=2)])
+    assert engine.stats().kernels_compiled == 2

@@ -21,6 +21,19 @@ def greedy(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     return found
 
 
+def forced(
+    engine: Engine, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[TokenLogprobs]]
+) -> list[list[TokenLogprobs]]:
+    """What an engine makes of continuations that it is given: its two likeliest tokens at every position of `texts`."""
+    asked = [
+        request(f"forced-{i}", [*prompt, *(t.token_id for t in text)], max_tokens=1, prompt_logprobs=2)
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    last = run(engine, asked).last
+    found = [last[r.request_id].prompt_logprobs or [] for r in asked]
+    return [[t for t in own[len(p) :] if t is not None] for p, own in zip(prompts, found, strict=True)]
+
+
 def first_clear_difference(
     reference: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs], margin: float
 ) -> str | None:
