@@ -1,12 +1,14 @@
 """The rows of offload.py with Hugging Face transformers and accelerate's device_map: the same shapes, the same cap.
 
-    python benchmarks/offload_accelerate.py [--rows llama-3.1-8b-bf16,...] [--gib 15] [--tokens 9] [--json FILE]
+    python benchmarks/offload_accelerate.py [--rows llama-3.1-8b-bf16,...] [--gib 15] [--spare 3] [--tokens 9]
+                                            [--json FILE]
 
 Weights are 16-bit in every row: what a quantised file needs to run in transformers are other packages' kernels, and
-`device_map` streams what they hold in the same way. The map is what accelerate itself finds for `--gib` less a GiB for
-activations; layers that do not fit stay in (pageable) host memory and are copied by its hooks when they run. Weights
-are zeros. Figures: decode tokens/s for one sequence and for eight, prompts of 128, a run of --tokens + 1 less a run of
-one; bytes on the host; peak memory of the process and of the device. A row runs in a process of its own.
+`device_map` streams what they hold in the same way. The map is what accelerate itself finds for `--gib` less
+`--spare` GiB for activations and for what it copies at a time (an output layer of a large vocabulary is one piece);
+layers that do not fit stay in (pageable) host memory and are copied by its hooks when they run. Weights are zeros.
+Figures: decode tokens/s for one sequence and for eight, prompts of 128, a run of --tokens + 1 less a run of one;
+bytes on the host; peak memory of the process and of the device. A row runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def build(args: argparse.Namespace, row: str) -> tuple[Any, int]:
             tensor.zero_()
     room: dict[int | str, int] = {"cpu": psutil.virtual_memory().available - HOST_ROOM}
     if args.device == "cuda":
-        room = {0: int(args.gib * GIB) - GIB, **room}
+        room = {0: int((args.gib - args.spare) * GIB), **room}
     places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=model._no_split_modules)
     if "disk" in places.values():
         raise SystemExit(f"{row}: the host has no room for what the device does not hold")
@@ -101,6 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_row_arguments(parser, ROWS, default="llama-3.1-8b-bf16")
     parser.add_argument("--gib", type=float, default=15.0, help="memory of the card that is played")
+    parser.add_argument("--spare", type=float, default=3.0, help="GiB of it that the map leaves free")
     parser.add_argument("--tokens", type=int, default=9, help="of each sequence")
     parser.add_argument("--shape", default="published", choices=("published", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

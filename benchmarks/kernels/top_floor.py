@@ -16,11 +16,11 @@ import torch
 from timing import arguments, header, write
 
 from qengine_kernels.timing import COLD_BYTES, graph_us
-from qengine_kernels.top_floor import top_floor
+from qengine_kernels.top_floor.kernel import launch_top_floor
 from qengine_kernels.top_floor.reference import top_floor_reference
 
 VOCAB = 128256
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 2, 4, 16, 64, 256)
 TOP_P = (0.5, 0.9, 0.99)
 
 
@@ -31,9 +31,9 @@ def measure(count: int, top_p: float) -> dict[str, Any]:
         x = torch.randn(count, VOCAB, generator=torch.Generator("cuda").manual_seed(seed), device="cuda") * 3
         x -= x.amax(dim=1, keepdim=True)
         filled = partial(torch.full, (count,), device="cuda")
-        rest = (x, x.exp(), torch.arange(count, device="cuda"), VOCAB, filled(VOCAB), filled(top_p), filled(-torch.inf))
-        calls["search"].append(partial(top_floor, *rest))
-        calls["sort"].append(partial(top_floor_reference, *rest))
+        rows, limits = torch.arange(count, device="cuda"), (filled(VOCAB), filled(top_p), filled(-torch.inf))
+        calls["search"].append(partial(launch_top_floor, x, rows, *limits))
+        calls["sort"].append(partial(top_floor_reference, x, x.exp(), rows, VOCAB, *limits))
         floors = {name: own[-1]() for name, own in calls.items()}
     return {
         "rows": count, "top_p": top_p, "kept": round((x >= floors["search"][:, None]).sum(dim=1).float().mean().item()),
