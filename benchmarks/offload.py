@@ -145,8 +145,10 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
         found["ceiling_steps"] = steps
         found |= {"share_1": found["decode_1"] / steps, "share_8": found["decode_8"] / steps / 8}
     stats = timed.engine.stats()
-    if stats.expert_cache_queries:
+    if stats.expert_cache_queries:  # such steps copy what they ask for: whole layers are no ceiling for them
         found |= {"expert_cache_queries": stats.expert_cache_queries, "expert_cache_hits": stats.expert_cache_hits}
+        for name in ("ceiling_steps", "share_1", "share_8"):
+            found.pop(name, None)
     apart = [re.search(r"Weights and KV cache: planned .* \(([\d.]+)% apart\)", line) for line in facts.report]
     return found | {
         "offloaded_bytes": sum(sizes), "copied_bytes": copied,
