@@ -62,10 +62,8 @@ def _process(state: ServerState, body: ChatRequest, request_id: str) -> Processe
         if not 0 <= top <= 20:
             raise RequestError("top_logprobs is out of range", param="top_logprobs", have=top, need="0..20")
         fields["logprobs"] = top
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    if (limit := getattr(body, name)) is not None:
-        if limit < 1:
-            raise RequestError(f"{name} is out of range", param=name, have=limit, need=">= 1")
+    limit = _limit(body)
+    if limit is not None:
         fields["max_tokens"] = limit
     return state.input.process_chat(
         message_dicts(body.messages),
@@ -76,6 +74,20 @@ def _process(state: ServerState, body: ChatRequest, request_id: str) -> Processe
         shorten=limit is None,
         **template_options(body),
     )
+
+
+def _limit(body: ChatRequest) -> int | None:
+    """Tokens of the answer at most, under either of its names. Raises RequestError where the two differ."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    for name, value in (("max_tokens", old), ("max_completion_tokens", new)):
+        if value is not None and value < 1:
+            raise RequestError(f"{name} is out of range", param=name, have=value, need=">= 1")
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            "max_tokens and max_completion_tokens are two names of one limit and differ", param="max_tokens",
+            have=f"max_tokens {old}, max_completion_tokens {new}", need="one of them, or the same number",
+        )  # fmt: skip
+    return old if new is None else new
 
 
 class _Answer:

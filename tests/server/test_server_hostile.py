@@ -107,10 +107,20 @@ def test_bad_completions_are_refused(server: ServerProcess, body: dict | bytes, 
         ({"messages": HI, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": HI, "max_completion_tokens": 3, "max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_bad_chats_are_refused(server: ServerProcess, body: dict, param: str) -> None:
     refused(server, CHAT, body, param)
+
+
+def test_one_limit_under_two_names(server: ServerProcess) -> None:
+    """Where they differ both are named; where they agree, or one is null, it holds."""
+    message = refused(server, CHAT, {"messages": HI, "max_tokens": 5, "max_completion_tokens": 3}, "max_tokens")
+    assert "max_tokens 5, max_completion_tokens 3" in message
+    for limits in ({"max_tokens": 3}, {"max_tokens": None}, {}):
+        response = post(server, CHAT, {"messages": HI, "ignore_eos": True, "max_completion_tokens": 3, **limits})
+        assert response.status_code == 200 and strict(response)["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", COMPLETIONS, 405)])
