@@ -7,8 +7,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -54,29 +55,50 @@ def _full(target: Path, elsewhere: str) -> UserError:
 
 @contextmanager
 def _held(path: Path, doing: str, say: Callable[[str], None], wait: float, elsewhere: str) -> Iterator[None]:
-    """While the block runs, the lock file `path` is held. `doing`: what another process that has it is about, which is
-    said before it is waited for. Raises UserError after `wait` seconds, or where the file cannot be written."""
+    """While the block runs, the lock file `path` is held; then it is removed. `doing`: what another process that has it
+    is about, which is said before it is waited for. Raises UserError after `wait` seconds, or where the file cannot be
+    written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
+        if not _taken(lock, path, 0):
             say(f"another process is {doing}: waiting for it")
-            lock.acquire(timeout=wait)
-    except Timeout as e:
-        raise UserError(f"another process has been {doing} for {wait:.0f} s", hint="wait for it") from e
+            if not _taken(lock, path, wait):
+                raise UserError(f"another process has been {doing} for {wait:.0f} s", hint="wait for it")
     except OSError as e:
         raise UserError(f"the folder {path.parent} cannot be written: {e}", hint=elsewhere) from e
     try:
         yield
     finally:
+        with suppress(OSError):  # a system that removes no open file keeps it
+            path.unlink()
+        lock.release()
+
+
+def _taken(lock: FileLock, path: Path, wait: float) -> bool:
+    """Whether `lock` was had within `wait` seconds, on the file that `path` still names.
+
+    Its last holder may have removed the file between our opening and our locking it, and a third process may hold a new
+    one. A file that we have open beside the lock tells: its number is not given to another one, so where `path` names
+    it before and after, it was this file that was locked."""
+    end = time.monotonic() + wait
+    while True:
+        with path.open("ab") as seen:
+            try:
+                lock.acquire(timeout=max(0.0, end - time.monotonic()))
+            except Timeout:
+                return False
+            try:
+                if os.path.samestat(os.fstat(seen.fileno()), path.stat()):
+                    return True
+            except FileNotFoundError:
+                pass
         lock.release()
 
 
 @contextmanager
 def only_one(folder: Path, say: Callable[[str], None], *, wait: float = 1800.0) -> Iterator[None]:
-    """While the block runs, no other process is in such a block for this folder, in which nothing is left: the lock
+    """While the block runs, no other process is in such a block for this folder, in which nothing appears: the lock
     lies in the cache. That another process is waited for is said. Raises UserError after `wait` seconds, or where the
     cache cannot be written."""
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
@@ -91,9 +113,9 @@ def building(
     """Hold the lock on `target` and yield an empty folder beside it that becomes `target` when the block ends well.
 
     Yields None when another process finished `target` meanwhile; that it is waited for is said first. When the block
-    raises (Ctrl-C included) the folder is removed and nothing is left. Folders that a killed process left behind are
-    removed by the next one. Raises UserError when the lock is not free within `wait` seconds, or the folder cannot be
-    written or its disk is full; `elsewhere` is what would work then.
+    raises (Ctrl-C included) the folder is removed and nothing is left, the lock included. Folders and locks that a
+    killed process left behind are removed by the next one. Raises UserError when the lock is not free within `wait`
+    seconds, or the folder cannot be written or its disk is full; `elsewhere` is what would work then.
     """
     with _held(target.with_name(target.name + ".lock"), f"making {target}", say, wait, elsewhere):
         if target.is_dir():

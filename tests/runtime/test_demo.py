@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 
 from qengine.errors import CheckpointError, UserError
-from qengine.runtime import demo
+from qengine.runtime import cache_dir, demo
 from qengine.runtime.cache_dir import VARIABLE, building, cache_root, no_space
 from qengine.runtime.checkpoint import Checkpoint
 from tiny_gguf import write_gguf, write_wheel
@@ -48,7 +50,7 @@ def copying(wheel: Path) -> Callable[[Path], Path]:
 
 def left(cache: Path) -> list[str]:
     """Everything under models/ but the lock."""
-    return sorted(p.name for p in (cache / "models").iterdir() if p.suffix != ".lock")
+    return sorted(p.name for p in (cache / "models").iterdir())
 
 
 def test_made_once_and_whole(cache: Path, wheel: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_killed_builder(tmp_path: Path, how: signal.Signals) -> None:
         assert partial is not None
         (partial / "whole").write_text("x")
     assert [p.name for p in target.iterdir()] == ["whole"]
-    assert not [p for p in target.parent.iterdir() if "partial" in p.name]
+    assert list(target.parent.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_full_disk_is_said_to_be_one(tmp_path: Path, error: Exception, full: b
     with pytest.raises(UserError if full else OSError) as e, building(tmp_path / "x"):
         raise error
     assert not full or ("no space is left" in str(e.value) and "MiB free" in str(e.value))
-    assert [p.name for p in tmp_path.iterdir()] == ["x.lock"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_pip_without_space_is_no_fault_of_the_index() -> None:
@@ -165,6 +167,27 @@ def test_two_at_once_build_once(tmp_path: Path) -> None:
         t.join()
     assert len(built) == 1 and (target / "f").is_file()
     assert said == [f"another process is making {target}: waiting for it"] * 2
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last holder removes the file while we wait for it, and a third process makes a new one."""
+    path, removals = tmp_path / "x.lock", iter(range(2))
+
+    class Late(FileLock):
+        def acquire(self, **options: Any) -> Any:
+            got = super().acquire(**options)
+            if next(removals, None) is not None:
+                path.unlink()
+                path.touch()
+            return got
+
+    monkeypatch.setattr(cache_dir, "FileLock", Late)
+    with building(tmp_path / "x"):
+        assert next(removals, None) is None
+        with pytest.raises(Timeout):
+            FileLock(path).acquire(timeout=0)
+    assert not path.exists()
 
 
 def test_the_cache_is_where_the_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
