@@ -9,7 +9,8 @@ import pytest
 
 import fake_engine
 from qengine.bench.options import LatencyOptions, ServeOptions, ThroughputOptions
-from qengine.cli.main import build_parser, main
+from qengine.cli.commands import build_parser
+from qengine.cli.main import main
 from qengine.cli.options import config_from, dashed
 from qengine.config import EngineConfig, options
 from server_process import FAKE, running

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 
-from qengine.cli.main import build_parser, main
+from qengine.cli.commands import build_parser
+from qengine.cli.main import main
 from qengine.cli.options import Parser, add_options, as_typed, config_from, dashed, number
 from qengine.config import EngineConfig, option, options
 from qengine.errors import ConfigError
@@ -152,6 +154,34 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
         process.stdout.close()  # long before the child has imported anything
         err = process.stderr.read()
         assert (process.wait(60), err) == (141, b"")
+
+
+INTERRUPTED_AT = """
+import atexit, os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[-1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+atexit.register(lambda: sys.argv[-1] == "the end" and os.kill(os.getpid(), signal.SIGINT))
+sys.argv = ["qengine", *sys.argv[1:]]
+from qengine.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["plugins", "qengine.config"], 130, "qengine: interrupted\n"),
+        (["eval", "m", "torch"], 130, "qengine: interrupted\n"),
+        (["--version", "the end"], -signal.SIGINT, ""),  # the shell makes 130 of it
+    ],
+    ids=["imports of the command line", "imports of a command", "the interpreter's end"],
+)
+def test_ctrl_c_is_no_traceback(argv: list[str], code: int, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AT, *argv], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from qengine.cli import eval as command
-from qengine.cli.main import build_parser, main
+from qengine.cli.commands import build_parser
+from qengine.cli.main import main
 from qengine.cli.options import config_from, dashed
 from qengine.config import EngineConfig
 from qengine_calibration import report

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qengine.cli import main as command
+from qengine.cli import commands as command
 from qengine.plugin import faults
 from qengine.plugin.discovery import PluginRecord
 
@@ -51,11 +51,11 @@ def test_nobody_else_is_blamed(module: str) -> None:
 
 def test_the_command_shows_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command.plugins, "run", lambda args: function_of("qengine_foo.format")("{"))
-    assert command.main(["plugins"]) == 2
+    assert command.run_command(["plugins"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("qengine: error: plugin 'foo' of qengine-foo 0.3 fails in bind") and err.count("\n") == 1
     with pytest.raises(ValueError):
-        command.main(["plugins", "--debug"])
+        command.run_command(["plugins", "--debug"])
     monkeypatch.setattr(command.plugins, "run", lambda args: function_of("qengine.cli.plugins")("{"))
     with pytest.raises(ValueError):
-        command.main(["plugins"])
+        command.run_command(["plugins"])
