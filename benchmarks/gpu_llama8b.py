@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
     run(8, given, 4, seed=1)
     if "throughput" in args.parts:
         prefill = max(t.e2el for t in run(count, given, 1, seed=2))
+        settled = steps_of(timed.engine)
         whole = max(t.e2el for t in run(count, given, new, seed=3))
+        found["steps_ms"] = by_kind(settled)
         found |= {
             "output": count * new / whole,
             "prefill": count * given / prefill,
@@ -127,6 +130,29 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
         "steps": stats.steps, "preemptions": stats.num_preemptions, "kernels_compiled": stats.kernels_compiled,
         "synchronous_steps": stats.synchronous_steps,
     }  # fmt: skip
+
+
+def steps_of(engine: Any) -> list[tuple[float, int, int]]:
+    """A list to which every step is added from now on, as it is settled: when, its sequences, its tokens."""
+    settled: list[tuple[float, int, int]] = []
+    update = engine.scheduler.update
+
+    def noted(step: Any, sampled: Any) -> Any:
+        settled.append((time.perf_counter(), len(step.sequences), step.num_tokens))
+        return update(step, sampled)
+
+    engine.scheduler.update = noted
+    return settled
+
+
+def by_kind(settled: Sequence[tuple[float, int, int]]) -> dict[str, list[float]]:
+    """[steps, seconds in all, median ms] of steps with prompts, of decodes of the largest batch, and of fewer."""
+    most = max(sequences for _, sequences, _ in settled)
+    kinds: dict[str, list[float]] = {}
+    for (before, _, _), (now, sequences, tokens) in pairwise(settled):
+        kind = "with prompts" if tokens > sequences else f"{most} decodes" if sequences == most else "fewer decodes"
+        kinds.setdefault(kind, []).append(now - before)
+    return {kind: [len(own), sum(own), 1e3 * statistics.median(own)] for kind, own in kinds.items()}
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
