@@ -119,7 +119,7 @@ class Bench:
 
 def beside(base: EngineConfig, others: Mapping[str, EngineConfig], tokens: int) -> dict[str, Tally]:
     """Figures of several engines beside one, whose logits are computed once, on the built-in held-out text."""
-    plans = planned([base, *others.values()], WINDOW)
+    plans, _ = planned([base, *others.values()], WINDOW)
     windows = pack(TextSource.open(None), [Tokenizer.load(base.model or "")], WINDOW, tokens)
     engines = [Engine.from_config(plan.config) for plan in plans]
     tallies = {name: Tally() for name in others}

@@ -14,9 +14,6 @@ from qengine_calibration.eval_text import TextSource
 from qengine_calibration.evaluate import evaluate
 from qengine_calibration.report import has_matplotlib, write_text
 
-WINDOW = 1024
-"""Tokens that are scored together."""
-
 Say = Callable[[str], None]
 Tick = Callable[[int, int], None]
 
@@ -29,7 +26,7 @@ def end_to_end(
     are none ("not_measured"): a model that is calibrated layer by layer need not fit as a whole."""
     try:
         source = TextSource.open(None)
-        return evaluate([before, after], source, max_tokens=tokens, window=WINDOW, say=say, tick=tick).summary()
+        return evaluate([before, after], source, max_tokens=tokens, say=say, tick=tick).summary()
     except UserError as e:
         return {"not_measured": str(e)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from qengine.errors import ConfigError, RequestError
 from qengine.text import Tokenizer
 from qengine_calibration.data_files import Say, find_data
-from qengine_calibration.texts import BREAK, Row, conversation_text, read_rows
+from qengine_calibration.texts import BREAK, Row, conversation_text, read_rows, refuse_field
 
 BUILT_IN = "the built-in held-out text"
 HELD_OUT = "heldout.txt"
@@ -35,6 +35,7 @@ class TextSource:
         """`data` is a local file or a data set on the hub, `field` the one of its rows that holds the text. Raises
         ConfigError for what cannot be read."""
         if data is None:
+            refuse_field(field, BUILT_IN)
             return cls(BUILT_IN, None, hashlib.sha256(_held_out().encode()).hexdigest())
         path, name = find_data(data, say)
         try:

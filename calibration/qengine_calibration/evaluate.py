@@ -32,6 +32,8 @@ from qengine_calibration.eval_text import TextSource, Windows, pack
 from qengine_calibration.logit_file import LogitFile
 from qengine_calibration.metrics import ARRAYS, Tally, compare, comparison, perplexity
 
+WINDOW = 1024
+"""Tokens that are scored together, where the contexts are as long."""
 LOGIT_BYTES = 256 << 20
 """Bound of all logits and their temporaries at one moment."""
 MOST_ROWS = 512
@@ -82,19 +84,22 @@ def evaluate(
     source: TextSource,
     *,
     max_tokens: int,
-    window: int,
+    window: int | None = None,
     one_at_a_time: bool = False,
     say: Say = lambda line: None,
     tick: Tick = lambda done, total: None,
 ) -> Evaluation:
     """Run one or two configs, A first, over the text. `config.model` names local folders.
 
-    Two engines are loaded at once if both fit; else, or with `one_at_a_time`, A's logits wait in a temporary file while
-    B is loaded. Raises UserError for all that cannot work, figures that are not finite among it.
+    `window` are the tokens that are scored together (default: 1024, or the longest context where that is shorter). Two
+    engines are loaded at once if both fit into memory and the share of it that they may use; else, or with
+    `one_at_a_time`, A's logits wait in a temporary file while B is loaded. Raises UserError for all that cannot work,
+    figures that are not finite among it.
     """
     start = time.perf_counter()
-    plans = planned(configs, window)
-    length = min(window, *(b.model.max_position for b in plans))
+    if one_at_a_time and len(configs) < 2:
+        raise ConfigError("--one-at-a-time is for two settings", have="one", hint="a second model or setting")
+    plans, length = planned(configs, window)
     windows = pack(source, _tokenizers(plans), length, max_tokens)
     vocab = plans[0].model.vocab_size
     if plans[-1].model.vocab_size != vocab:
@@ -106,8 +111,8 @@ def evaluate(
     nll_a = tally.array("nll_a")
     assert nll_a is not None
     notes = [f"{i}: {line}" for i, b in zip("AB", plans, strict=False) for line in _warnings(b)]
-    if length < window:
-        notes.append(f"windows have {length} tokens instead of {window}: the model's longest context")
+    if window is None and length < WINDOW:
+        notes.append(f"windows have {length} tokens instead of {WINDOW}: the longest context")
     if len(plans) == 2 and windows.positions < FEW_POSITIONS:
         few = max(1, windows.positions // 100)
         notes.append(f"few tokens: the KL's 99th percentile rests on the {few} largest of {windows.positions} values")
@@ -125,11 +130,19 @@ def evaluate(
     )
 
 
-def planned(configs: Sequence[EngineConfig], window: int) -> list[Built]:
-    """What each side will be, from headers; with a cache for one window and not more."""
+def planned(configs: Sequence[EngineConfig], window: int | None) -> tuple[list[Built], int]:
+    """What each side will be, from headers, with a cache for one window and not more; and the tokens of a window.
+
+    Raises ConfigError for a window that is longer than the context of a side, asked for or the model's own.
+    """
     first = [decide(dataclasses.replace(c, kv_cache_memory_bytes=None)) for c in configs]
-    length = min(window, *(b.model.max_position for b in first))
-    return [decide(_sized(b, max(length, b.config.max_model_len or 0))) for b in first]
+    limits = [(b.model.max_position, f"the context of {short_name(Path(b.config.model or ''))}") for b in first]
+    limits += [(c.max_model_len, "--max-model-len") for c in configs if c.max_model_len is not None]
+    most, whose = min(limits)
+    if window is not None and window > most:
+        raise ConfigError(f"--window is longer than {whose}", have=f"{window} tokens", need=f"at most {most} tokens")
+    length = min(most, WINDOW if window is None else window)
+    return [decide(_sized(b, b.config.max_model_len or length)) for b in first], length
 
 
 def _sized(b: Built, length: int) -> EngineConfig:
@@ -184,6 +197,10 @@ class _Run:
             return self._tally_kept(kept, other)
 
     def _fits_beside(self, b: Built) -> bool:
+        """Whether B fits, too, and both together stay within the share."""
+        share = b.config.gpu_memory_utilization * b.memory.inputs.total
+        if sum(plan.memory.planned for plan in self.plans) > share:
+            return False
         try:
             decide(b.config)
         except CapacityError:

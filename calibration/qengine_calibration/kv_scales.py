@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,8 @@ class KVOptions:
             raise ConfigError(f"KV dtype {self.kv_dtype} takes no scales, so there is nothing to calibrate")
         if self.method not in METHODS:
             raise ConfigError("--method", have=self.method, need=" | ".join(METHODS))
-        if not self.most_damage > 0:
-            raise ConfigError("--max-kv-damage makes no sense", have=self.most_damage, need="> 0")
+        if not 0 < self.most_damage < math.inf:
+            raise ConfigError("--max-kv-damage is no limit", have=self.most_damage, need="0 < x < inf, such as 1e9")
         if self.granularity not in GRANULARITIES:
             raise ConfigError("--kv-granularity", have=self.granularity, need=" | ".join(GRANULARITIES))
         for plugin in scaled:

@@ -6,13 +6,15 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qengine.errors import ConfigError
+from qengine.models.settings import max_position
 from qengine.plugin import WeightQuant
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.cache_dir import building, only_one
@@ -20,13 +22,14 @@ from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import write_json
 from qengine.runtime.kv_scales import LOOKS_LIKE
 from qengine.runtime.kv_sidecar import model_fingerprint, write_sidecar
+from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import select_quant
 from qengine_calibration.kv_scales import SIXTEEN_BIT, KVOptions
 from qengine_calibration.layer import reader_of
 from qengine_calibration.output import REPORT, write_copy
 from qengine_calibration.quantize import copied_files, group_size, left_out, linear_specs
 from qengine_calibration.run import CalibrationRun, RunOptions, Weights, kv_facts
-from qengine_calibration.texts import Texts
+from qengine_calibration.texts import LENGTH, Texts
 from qengine_calibration.work import WorkFolder
 
 EMBEDDED_LARGEST = 448.0
@@ -63,6 +66,18 @@ def fitting_weights(folder: Path, method: str, options: Mapping[str, Any]) -> We
         specs, _ = linear_specs(Checkpoint.open(folder))
         given["group_size"] = group_size(list(specs.values()))
     return weights_option(method, **given)
+
+
+def fitting_length(folder: Path, asked: int | None = None) -> int:
+    """Tokens of a sequence: as many as asked for, else 512 or the model's context where that is shorter. Raises
+    ConfigError for more than the context."""
+    context = max_position(load_config(Checkpoint.open(folder)))
+    if asked is not None and asked > context:
+        raise ConfigError(
+            f"--seq-len is longer than the context of {folder}", have=f"{asked} tokens",
+            need=f"at most {context} tokens",
+        )  # fmt: skip
+    return min(LENGTH, context) if asked is None else asked
 
 
 def takes_groups(plugin: type[WeightQuant]) -> bool:
@@ -124,8 +139,7 @@ def make_kv_scales(
     """Write the KV calibration file of `source` into `folder`; returns what was measured."""
     checkpoint = Checkpoint.open(source)
     mark = model_fingerprint(checkpoint)
-    _writable(folder)
-    with only_one(folder, say):
+    with _writable(folder), only_one(folder, say):
         run = CalibrationRun(checkpoint, texts, options, folder / ".kv_scales.calibration", mark)
         _begin(run, texts, say)
         run.run(tick)
@@ -136,13 +150,24 @@ def make_kv_scales(
     return facts
 
 
-def _writable(folder: Path) -> None:
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """The folder is there while the block runs; one that was made for it is gone where the block fails before anything
+    came into it. Raises ConfigError where nothing can."""
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"KV scales cannot be written into {folder}: {e.strerror}", hint="another --out") from e
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"KV scales cannot be written into {folder}", have="no right to write", hint="another --out")
+    try:
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):  # holds something
+                folder.rmdir()
+        raise
 
 
 def _check_embeddable(kv: KVOptions) -> None:

@@ -18,7 +18,7 @@ from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import DENSE
 from qengine.text.tokenizer import Tokenizer
 from qengine_calibration.kv_scales import KVOptions
-from qengine_calibration.make import make_copy, make_kv_scales, takes_groups, weights_option
+from qengine_calibration.make import fitting_length, make_copy, make_kv_scales, takes_groups, weights_option
 from qengine_calibration.progress import bar
 from qengine_calibration.quantize import fingerprint, group_size, linear_specs, quantize_checkpoint
 from qengine_calibration.run import RunOptions
@@ -89,7 +89,7 @@ def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None
     if found is not None and all({p.name for p in options.scaled(side)} <= found.measured(side) for side in "kv"):
         return
     say(f"measuring scales for the {kv_dtype} KV cache (once)")
-    texts = texts or load_texts(None, Tokenizer.load(folder))
+    texts = texts or load_texts(None, Tokenizer.load(folder), length=fitting_length(folder))
     with bar("KV scales") as tick:
         make_kv_scales(folder, folder, texts, RunOptions(kv=options, resume=True), say=say, tick=tick)
 
@@ -118,7 +118,8 @@ def _texts(
             "(`qengine calibrate` does it, with better results)"
         )
     try:
-        texts = load_texts(None, Tokenizer.load(checkpoint.folder))
+        folder = checkpoint.folder
+        texts = load_texts(None, Tokenizer.load(folder), length=fitting_length(folder))
     except UserError as e:
         return None, f" from the weights alone: the built-in texts cannot be used ({e})"
     return texts, f" with {texts.tokens:,} tokens of the built-in texts"

@@ -91,7 +91,6 @@ class CalibrationRun:
         self.stream = LayerStream(checkpoint, texts.sequences, device, info, dtype, options.tokens_at_once)
         if options.kv is not None:
             options.kv.check_layers(layer.spec.sliding_window is not None for layer in self.stream.model.attention)
-        self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
         w = options.weights
         self.quantizer = None if w is None else LayerQuantizer(w.quantizer, w.plugin)
         self.again = w is not None and (options.kv is not None or options.feed == "quantised")
@@ -99,6 +98,8 @@ class CalibrationRun:
             self.stream, self.quantizer, self.again, options.max_memory, kv=options.kv is not None
         )
         self.stream.tokens_at_once = self.memory.tokens
+        # Last: what is refused leaves no folder.
+        self.work = WorkFolder(work, options.key(mark, texts), self.stream.model.hidden_size, options.resume)
 
     def plan(self) -> list[str]:
         """What will be needed, for the start of a run."""

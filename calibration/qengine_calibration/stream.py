@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, ConfigError
 from qengine.layers.batch import Batch
 from qengine.layers.linear import Linear
 from qengine.layers.module import Leaf, ModelContext
@@ -61,7 +61,8 @@ class LayerStream:
     ) -> None:
         """Builds the model and checks it against the checkpoint's headers; reads no weights.
 
-        Raises CheckpointError for models of other than the native families and for incomplete checkpoints.
+        Raises CheckpointError for models of other than the native families and for incomplete checkpoints, ConfigError
+        for sequences longer than the model's context.
         """
         self.checkpoint, self.sequences = checkpoint, sequences
         self.device, self.info, self.dtype = device, info, dtype
@@ -75,6 +76,11 @@ class LayerStream:
             raise CheckpointError(
                 f"{type(model).__name__}: calibration runs models layer by layer, which the transformers fallback "
                 "does not offer", have=getattr(config, "model_type", None), need=" | ".join(NATIVE),
+            )  # fmt: skip
+        if longest > model.max_position:
+            raise ConfigError(
+                "sequences are longer than the model's context", have=f"{longest} tokens",
+                need=f"at most {model.max_position} tokens",
             )  # fmt: skip
         self.model = model
         self.choice: QuantChoice = select_quant(None, checkpoint.quant)

@@ -19,6 +19,8 @@ from qengine_calibration.data_files import NEED, require_parquet
 BUILT_IN = ("english.txt", "code.txt", "multilingual.txt")
 BREAK = "\n---\n"
 """Separates the rows of the built-in set and of a .txt file."""
+LENGTH = 512
+"""Tokens of a sequence, where the model's context is as long."""
 LEAST_TOKENS = 256
 """Fewer tell nothing about what a model's activations look like."""
 TEXT_KEYS = ("text", "content", "prompt")
@@ -58,7 +60,7 @@ class Texts:
 
 
 def load_texts(
-    data: str | Path | None, tokenizer: Tokenizer, *, length: int = 512, samples: int | None = None,
+    data: str | Path | None, tokenizer: Tokenizer, *, length: int = LENGTH, samples: int | None = None,
     least_tokens: int = LEAST_TOKENS, field: str | None = None, name: str | None = None,
 ) -> Texts:
     """`data` is a .txt, .jsonl or .parquet file, None the built-in set; `samples` the most sequences that are taken.
@@ -67,6 +69,13 @@ def load_texts(
     Rows are packed one after the other and cut every `length` tokens, so long ones are split and none is padded.
     Blank rows are not used. Raises ConfigError for a file that cannot be read or holds fewer than `least_tokens`.
     """
+    if data is None:
+        refuse_field(field, "the built-in texts")
+    if samples is not None and samples * length < least_tokens:
+        raise ConfigError(
+            f"--samples of {length} tokens are too little text to calibrate with", have=samples,
+            need=f">= {-(-least_tokens // length)}",
+        )  # fmt: skip
     rows = built_in_rows() if data is None else read_rows(Path(data), field)
     source = "the built-in texts" if data is None else name or str(data)
     limit = None if samples is None else samples * length
@@ -88,6 +97,14 @@ def load_texts(
     digest = hashlib.sha256(json.dumps([length, ids]).encode()).hexdigest()
     sequences = [ids[i : i + length] for i in range(0, len(ids), length)]
     return Texts(sequences, length, source, given, used, digest)
+
+
+def refuse_field(field: str | None, built_in: str) -> None:
+    """Raise ConfigError where a field of --data's rows is named and there is no --data."""
+    if field is not None:
+        raise ConfigError(
+            "--data-field names a field of --data's rows", have=f"{field!r} for {built_in}", need="--data FILE"
+        )
 
 
 def built_in_rows() -> Iterator[Row]:

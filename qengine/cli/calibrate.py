@@ -21,6 +21,7 @@ NAME = "calibrate"
 HELP = "Make quantised weights or KV-cache scales from text"
 WHAT, WEIGHTS, KV, TEXT, RUN = "what to make", "weights", "KV cache", "text", "run"
 MIN_EVAL = 128
+LEAST = {"seq_len": 16, "samples": 1, "max_memory": 1}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,12 @@ class CalibrateConfig:
         None, "Field of a row that holds its text (default: text, content, prompt, messages or conversations)",
         group=TEXT, metavar="NAME",
     )  # fmt: skip
-    seq_len: int = option(512, "Tokens of a sequence: rows are packed and cut to this", group=TEXT)
+    seq_len: int | None = option(
+        None,
+        "Tokens of a sequence: rows are packed and cut to this (default: 512, or the model's context where that is "
+        "shorter)",
+        group=TEXT,
+    )
     samples: int | None = option(None, "Most sequences to use (default: all)", group=TEXT)
     eval_tokens: int = option(
         4096, "Tokens of held-out text on which the result is compared with the model before; 0: no comparison",
@@ -112,8 +118,10 @@ class CalibrateConfig:
             given = [flags_of(f, o)[0] for f, o in options(type(self)) if o.group == group and _changed(self, f)]
             if asked is None and given:
                 raise ConfigError(f"{' and '.join(given)}: nothing to make of that kind ({group})", need=need)
-        if self.seq_len < 16:
-            raise ConfigError("--seq-len is too short", have=self.seq_len, need=">= 16")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} is too small", have=value, need=f">= {least}")
         if self.eval_tokens and self.eval_tokens < MIN_EVAL:
             raise ConfigError("--eval-tokens is too small", have=self.eval_tokens, need=f">= {MIN_EVAL}, or 0 for none")
 
@@ -142,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     from qengine_calibration import damage_report
     from qengine_calibration.damage import end_to_end, write_report
     from qengine_calibration.data_files import find_data
-    from qengine_calibration.make import make_copy, make_kv_scales
+    from qengine_calibration.make import fitting_length, make_copy, make_kv_scales
     from qengine_calibration.output import KV_REPORT, REPORT
     from qengine_calibration.progress import bar
     from qengine_calibration.texts import load_texts
@@ -150,8 +158,9 @@ def run(args: argparse.Namespace) -> int:
     folder = _model(args.model, config)
     data, name = (None, None) if config.data is None else find_data(config.data, say)
     texts = load_texts(
-        data, Tokenizer.load(folder), length=config.seq_len, samples=config.samples, field=config.data_field, name=name
-    )
+        data, Tokenizer.load(folder), length=fitting_length(folder, config.seq_len), samples=config.samples,
+        field=config.data_field, name=name,
+    )  # fmt: skip
     options = _options(config, folder)
     if config.quant is None and not config.embed:
         target, report = Path(config.out) if config.out else folder, KV_REPORT

@@ -16,7 +16,7 @@ HELP = "Measure what a setting costs: perplexity, KL divergence and top-1 agreem
 SETTINGS, TEXT, OUTPUT = "the two settings", "text", "output"
 SHARED = (
     "tokenizer", "revision", "trust_remote_code", "device", "block_size", "gpu_memory_utilization", "max_model_len",
-    "max_num_batched_tokens", "seed",
+    "max_num_batched_tokens",
 )  # fmt: skip
 """Engine options that both sides take."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -64,7 +64,11 @@ class EvalConfig:
     )
     data_field: str | None = option(None, "Field of a row that holds its text", group=TEXT, metavar="NAME")
     max_tokens: int = option(32768, "Most tokens of text to use", group=TEXT)
-    window: int = option(1024, "Tokens that are scored together: the longest context, at most the model's", group=TEXT)
+    window: int | None = option(
+        None,
+        "Tokens that are scored together: the longest context. Default: 1024, at most the models' and --max-model-len",
+        group=TEXT,
+    )
     one_at_a_time: bool = option(
         False,
         "Never load both models at once: A's logits wait in a temporary file. Chosen by itself where both don't fit",
@@ -78,9 +82,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", MIN_TOKENS), ("window", MIN_WINDOW)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is too small", have=getattr(self, name), need=f"at least {least}")
+                raise ConfigError(f"{flag} is too small", have=value, need=f"at least {least}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--dtype-b; with nothing that differs, A's perplexity alone is measured. {UNITS_NOTE}"
     )
     parser.add_argument(
-        "model_a", nargs="?", metavar="MODEL_A", help="Local folder or hub name; without one, the demo model"
+        "model", nargs="?", metavar="MODEL_A", help="Local folder or hub name; without one, the demo model"
     )
     parser.add_argument("model_b", nargs="?", metavar="MODEL_B", help="The model to compare with it (default: MODEL_A)")
     add_options(parser, EvalConfig)
@@ -99,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = config_from(EvalConfig, args)
-    configs = sides(options, config_from(EngineConfig, args), args.model_a, args.model_b)
+    configs = sides(options, config_from(EngineConfig, args), args.model_b)
 
     from qengine.prepare import prepare_model
     from qengine_calibration import eval_report, evaluate, progress, report
@@ -124,16 +129,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def sides(options: EvalConfig, shared: EngineConfig, model_a: str | None, model_b: str | None) -> list[EngineConfig]:
-    """A's config, and B's unless it would be the same run."""
+def sides(options: EvalConfig, shared: EngineConfig, model_b: str | None) -> list[EngineConfig]:
+    """A's config, and B's unless it would be the same run. `shared` has the options of both, and A's model."""
     a = dataclasses.replace(
-        shared, model=model_a, quantization=options.quant_a, kv_cache_dtype=options.kv_dtype_a,
+        shared, quantization=options.quant_a, kv_cache_dtype=options.kv_dtype_a,
         kv_scales=options.kv_scales_a, dtype=options.dtype_a or options.dtype,
     )  # fmt: skip
     same = model_b is None
     b = dataclasses.replace(
         a,
-        model=model_a if same else model_b,
+        model=a.model if same else model_b,
         quantization=options.quant_b or (a.quantization if same else None),
         kv_cache_dtype=options.kv_dtype_b or a.kv_cache_dtype,
         kv_scales=options.kv_scales_b or (a.kv_scales if same else None),

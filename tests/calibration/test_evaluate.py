@@ -149,8 +149,29 @@ def test_one_setting_alone(models: tuple[Path, Path], text: TextSource) -> None:
 
 def test_the_window_follows_the_model(tmp_path: Path, text: TextSource) -> None:
     small = make_tiny(tmp_path, max_position_embeddings=40)
-    e = run(text, config(small))
-    assert e.data["window"] == 40 and "instead of 64" in e.notes[0]
+    e = run(text, config(small), window=None)
+    assert e.data["window"] == 40 and "instead of 1024" in e.notes[0]
+    with pytest.raises(ConfigError, match="--window is longer than the context of"):
+        run(text, config(small), window=41)
+
+
+def test_the_window_stays_within_max_model_len(models: tuple[Path, Path], text: TextSource) -> None:
+    """Asked for or not; a longer context is what the engines have, however short the windows are."""
+    sides = [config(m, max_model_len=48) for m in models]
+    e = run(text, *sides, window=None)
+    assert e.data["window"] == 48 and [s["max_model_len"] for s in e.sides] == [48, 48]
+    e = run(text, config(models[0], max_model_len=100))
+    assert e.data["window"] == WINDOW and e.sides[0]["max_model_len"] == 100
+    with pytest.raises(ConfigError, match="--window is longer than --max-model-len; have: 49 tokens; need: at most 48"):
+        run(text, *sides, window=49)
+
+
+def test_two_engines_stay_within_the_share_together(models: tuple[Path, Path], text: TextSource) -> None:
+    plans, _ = evaluate_module.planned([config(m) for m in models], WINDOW)
+    both, total = sum(b.memory.planned for b in plans), plans[0].memory.inputs.total
+    for share, at_once in ((1.01, 2), (0.99, 1)):
+        e = run(text, *(config(m, gpu_memory_utilization=share * both / total) for m in models))
+        assert e.memory["engines_at_once"] == at_once
 
 
 def test_settings_are_described(models: tuple[Path, Path], text: TextSource) -> None:

@@ -25,7 +25,7 @@ def settings(*argv: str) -> list[tuple[str | None, str | None, str, str]]:
     args, unknown = build_parser()[0].parse_known_args(["eval", *dashed(argv)])
     assert unknown == []
     options = config_from(command.EvalConfig, args)
-    configs = command.sides(options, config_from(EngineConfig, args), args.model_a, args.model_b)
+    configs = command.sides(options, config_from(EngineConfig, args), args.model_b)
     return [(c.model, c.quantization, c.kv_cache_dtype, c.dtype) for c in configs]
 
 
@@ -76,6 +76,16 @@ def test_what_fp8_kv_costs(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--html", "{tmp}"], "cannot be written; have: a folder"),
         (["--max-tokens", "5"], "--max-tokens is too small; have: 5; need: at least 128"),
         (["--window", "1"], "--window is too small"),
+        (["--window", "2049"], "--window is longer than the context of"),
+        (["--window", "2049"], "have: 2049 tokens; need: at most 2048 tokens"),
+        (["--max-model-len", "64", "--window", "65"], "longer than --max-model-len; have: 65 tokens; need: at most 64"),
+        (["--max-model-len", "2049"], "have: 2049 tokens; need: at most 2048 tokens"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens is too small; have: 0; need: >= 1"),
+        (["--gpu-memory-utilization", "-1"], "--gpu-memory-utilization is a share; have: -1.0; need: 0 < x <= 1"),
+        (["--seed", "7"], "unknown flag --seed"),
+        (["--revision", "x"], "--revision is for hub models; have: the local folder"),
+        (["--data-field", "x"], "--data-field names a field of --data's rows; have: 'x' for the built-in"),
+        (["--one-at-a-time"], "--one-at-a-time is for two settings"),
         (["--kv-dtype", "nope"], "nope"),
         (["--dtype-b", "int3"], "int3"),
         (["--kv-dtipe", "fp8"], "unknown flag --kv-dtipe; what would work: --kv-dtype"),
@@ -107,4 +117,4 @@ def test_no_matplotlib_is_said_before_the_work(
 def test_calibration_files(argv: str, want: list[str | None]) -> None:
     args, _ = build_parser()[0].parse_known_args(["eval", *argv.split()])
     options = config_from(command.EvalConfig, args)
-    assert [c.kv_scales for c in command.sides(options, EngineConfig(), None, None)] == want
+    assert [c.kv_scales for c in command.sides(options, EngineConfig(), None)] == want
