@@ -91,7 +91,8 @@ def resolve(
                 leaf.compact()
     readers = [dense.name] if quant is None else [quant.name, dense.name]
     notes, warnings = prefer_kernels(leaves, found.schemes, readers, info, dtype)
-    rounded = [] if compact or not rounded_head or quant is None else _round_heads(leaves)
+    # A config may name a format for its KV scales alone: such weights are 16-bit like all others.
+    rounded = _round_heads(leaves) if rounded_head and found.quantised and not compact else []
     notes += rounded + found.books.notes + _capability_notes(found.schemes, info, dtype) + _unfused_notes(leaves)
     if found.zero_biases:
         notes.append(f"{len(found.zero_biases)} all-zero bias tensors of linears without a bias are ignored")

@@ -31,12 +31,13 @@ class TensorSource(Protocol):
 
 @dataclass
 class Survey:
-    """`schemes` by checkpoint name; `refused`: why a linear or embedding cannot be read; `unread`: why a tensor that no
-    module takes must not be ignored; `extra`: tensors that nothing uses; biases that the architecture does not have,
-    zero or not."""
+    """`schemes` by checkpoint name; `quantised`: names of those that are not 16-bit; `refused`: why a linear
+    or embedding cannot be read; `unread`: why a tensor that no module takes must not be ignored; `extra`: tensors that
+    nothing uses; biases that the architecture does not have, zero or not."""
 
     schemes: dict[str, LinearScheme] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    quantised: set[str] = field(default_factory=set)
     books: Balance = field(default_factory=Balance)
     unread: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
@@ -145,7 +146,10 @@ def _resolved(
     chosen = []
     for spec in leaf.specs:
         try:
-            chosen.append(_scheme(leaf, spec, modules.get(spec.name, {}), quant, dense))
+            scheme = _quantised(leaf, spec, modules.get(spec.name, {}), quant)
+            if scheme is not None:
+                out.quantised.add(spec.name)
+            chosen.append(scheme or _dense(spec, modules.get(spec.name, {}), dense))
         except ValueError as e:
             out.refused[spec.name] = str(e)
     if len(chosen) < len(leaf.specs):
@@ -155,12 +159,15 @@ def _resolved(
     return True
 
 
-def _scheme(
-    leaf: Linear, spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None, dense: WeightQuant
-) -> LinearScheme:
+def _quantised(
+    leaf: Linear, spec: LinearSpec, tensors: Mapping[str, TensorInfo], quant: WeightQuant | None
+) -> LinearScheme | None:
     stays_dense = not leaf.quantizable and "weight" in tensors and tensors["weight"].dtype in FLOAT_CODES
-    scheme = quant.scheme_for(spec, tensors) if quant is not None and not stays_dense else None
-    scheme = scheme or dense.scheme_for(spec, tensors)
+    return None if quant is None or stays_dense else quant.scheme_for(spec, tensors)
+
+
+def _dense(spec: LinearSpec, tensors: Mapping[str, TensorInfo], dense: WeightQuant) -> LinearScheme:
+    scheme = dense.scheme_for(spec, tensors)
     if scheme is None:
         # The file holds nothing that anybody reads under this name: plan it as 16-bit, so that the balance
         # reports its weight as missing together with all others.

@@ -13,9 +13,10 @@ from qengine.config import EngineConfig
 from qengine.models.model import Model
 from qengine.runtime.decide import decide
 from qengine.runtime.loader import LoadPlan, load
+from qengine_dense.backend import DenseQuant
 from qengine_kernels.cpu_linear import CpuTuning
 from qengine_kernels.testing import relative_error
-from toy_models import make_tiny, make_tiny_awq
+from toy_models import llama_config, llama_tensors, make_bytetok, make_tiny, make_tiny_awq, write_model
 
 ROWS = 3
 
@@ -37,6 +38,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     make_tiny(folder, dtype="bfloat16")
     return folder
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16-bit weights with KV scales in the checkpoint, as `qengine calibrate --embed` and llm-compressor write them."""
+    told = DenseQuant.with_kv_scales(None, "tensor")
+    config = llama_config(dtype="bfloat16", quantization_config=told)
+    tensors = {n: t.bfloat16() for n, t in llama_tensors(config).items()}
+    tensors |= {f"model.layers.{i}.self_attn.{side}_scale": torch.ones(1) for i in (0, 1) for side in "kv"}
+    return make_bytetok(write_model(tmp_path_factory.mktemp("embedded"), config, tensors))
 
 
 def planned(folder: Path, **options: object) -> tuple[Model, LoadPlan]:
@@ -61,9 +72,11 @@ def test_quantised_models_get_a_copy_that_the_plan_counts(awq: Path) -> None:
     assert f"int8 copy per channel for up to {ROWS} rows on CPU" in head.ops[0].kernel
 
 
-def test_nobody_else_does(awq: Path, plain: Path) -> None:
+def test_nobody_else_does(awq: Path, plain: Path, embedded: Path) -> None:
+    assert decide(EngineConfig(model=str(embedded), device="cpu")).choice.quant is not None
     for folder, options in (
         (plain, {}),
+        (embedded, {}),
         (awq, {"lm_head_int8": False}),
         (awq, {"dtype": "float32"}),
     ):
