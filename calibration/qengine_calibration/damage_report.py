@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qengine_calibration.eval_report import rows_of_comparison, rows_of_data, rows_of_sides
+from qengine_calibration.layer import COLD_TOKENS
 from qengine_calibration.report import Heading, Part, Picture, Table, Text, draw, page
 
 TITLE = "qengine calibrate"
@@ -39,7 +40,7 @@ def lines(facts: Facts) -> list[str]:
         out.append(f"{len(errors)} linears: relative output error {figures}")
     if cold := facts.get("cold"):
         first = _named([f"{name} ({tokens} tokens)" for name, tokens in cold.items()])
-        out.append(f"{len(cold)} linears saw too little text, their weights alone decided: {first}")
+        out.append(f"{len(cold)} linears saw too little text, {facts['cold_rule']}: {first}")
     if kv := facts.get("kv"):
         out += _kv_lines(kv)
     if end := facts.get("end_to_end"):
@@ -134,7 +135,7 @@ def _weight_parts(linears: Facts, facts: Facts) -> list[Part]:
     if cold := facts.get("cold"):
         parts += [
             Heading("Linears that saw too little text"),
-            Text("Their weights alone decided, or what other experts saw where the format needs a scale of inputs."),
+            Text(f"Each saw fewer than {COLD_TOKENS} tokens; {facts['cold_rule']}."),
             Table(["linear", "tokens"], [[name, f"{n:,}"] for name, n in cold.items()]),
         ]
     return parts

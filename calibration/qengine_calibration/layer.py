@@ -20,7 +20,7 @@ from qengine_calibration.fold import LayerWeights, can_fold, fold, specs_of
 from qengine_calibration.observe import InputObserver, Seen
 
 COLD_TOKENS = 32
-"""Of a linear that saw fewer (an expert that is rarely chosen), the weights alone decide."""
+"""A linear that saw fewer (an expert that is rarely chosen) is quantised without statistics of its own."""
 
 
 @dataclass

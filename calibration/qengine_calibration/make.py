@@ -15,7 +15,7 @@ import torch
 
 from qengine.errors import ConfigError
 from qengine.models.settings import max_position
-from qengine.plugin import WeightQuant
+from qengine.plugin import CalibratedQuantizer, WeightQuant
 from qengine.plugin.discovery import load_plugin
 from qengine.runtime.cache_dir import building, only_one
 from qengine.runtime.checkpoint import Checkpoint
@@ -276,6 +276,9 @@ def report(run: CalibrationRun, texts: Texts, options: RunOptions) -> dict[str, 
         out["linears"] = {name: f for layer in facts for name, f in layer["linears"].items()}
         out["factors"] = {name: f for layer in facts for name, f in layer["factors"].items()}
         out["cold"] = {name: n for layer in facts for name, n in layer["cold"].items()}
+        if out["cold"]:
+            assert isinstance(options.weights.quantizer, CalibratedQuantizer)
+            out["cold_rule"] = options.weights.quantizer.cold_rule
     if options.kv is not None:
         out["kv"] = kv_report(run, texts, options)
         del out["kv"]["text"]

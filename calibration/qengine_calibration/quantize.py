@@ -131,8 +131,8 @@ def left_out(specs: Collection[LinearSpec], quantizer: Quantizer) -> dict[str, s
     """Names of the linears that the quantizer does not take, and why not. Raises ConfigError when it takes none."""
     reasons = {spec.name: reason for spec in specs if (reason := quantizer.accepts(spec)) is not None}
     if specs and len(reasons) == len(specs):
-        why = "; ".join(f"{reason} ({count} linears)" for reason, count in Counter(reasons.values()).most_common(3))
-        raise ConfigError("no linear of this model can be quantised like that", have=why)
+        why = " | ".join(f"{reason} ({count} linears)" for reason, count in Counter(reasons.values()).most_common(3))
+        raise ConfigError(f"no linear of this model can be quantised like that: {why}")
     return reasons
 
 

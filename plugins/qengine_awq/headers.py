@@ -26,7 +26,7 @@ def layout_of(spec: LinearSpec, tensors: Mapping[str, TensorInfo], stated: str |
 
 def need(k: int, n: int) -> str:
     if n % 8:
-        return f"and {n} outputs do not pack into AWQ's words of 8"
+        return f"and AWQ packs outputs by 8; have: {n} outputs; need: a multiple of 8"
     return f"awq reads qweight I32 [{k}, {n // 8}] and scales [groups, {n}], or its gemv, gemv_fast and marlin layouts"
 
 

@@ -41,9 +41,9 @@ class AwqQuantizer(CalibratedQuantizer):
         if spec.name.rpartition(".")[2] in ("lm_head", "embed_out", "output"):
             return "the output head stays 16-bit, as AutoAWQ leaves it"
         if spec.out_features % 8:
-            return f"{spec.out_features} outputs do not pack into words of 8"
+            return f"have: {spec.out_features} outputs; need: a multiple of 8"
         if self.group_size != -1 and spec.in_features % self.group_size:
-            return f"{spec.in_features} inputs are no multiple of group size {self.group_size}"
+            return f"have: {spec.in_features} inputs; need: a multiple of group size {self.group_size}"
         return None
 
     def quantize(self, spec: LinearSpec, weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -85,6 +85,10 @@ class StaticFp8Quantizer(Fp8Quantizer, CalibratedQuantizer):
 
     activations = "static"
     wants_moment = False
+    cold_rule = (
+        "their weights are rounded as all are, their inputs get the scale of that expert of the layer which saw the "
+        "largest"
+    )
 
     def __init__(self, granularity: str = "channel") -> None:
         super().__init__(granularity)
@@ -102,9 +106,13 @@ class StaticFp8Quantizer(Fp8Quantizer, CalibratedQuantizer):
     def quantize_cold(
         self, spec: LinearSpec, weight: torch.Tensor, relatives: InputStats | None
     ) -> dict[str, torch.Tensor]:
-        """The activations' scale is that of the other experts. Raises ValueError when none of those saw a token."""
+        """The activations' scale is that of the expert which saw the largest. Raises ValueError where none saw enough
+        tokens."""
         if relatives is None:
-            raise ValueError(f"{spec.name}: static activations need tokens, and none came by; activations dynamic work")
+            raise ValueError(
+                f"{spec.name}: too few tokens came by, here and at the layer's other experts, for a static scale of "
+                "activations; what would work: more text, or activations dynamic"
+            )
         return self.quantize_calibrated(spec, weight, relatives)
 
 

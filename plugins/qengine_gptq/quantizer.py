@@ -15,6 +15,8 @@ from qengine_gptq.layout import BITS, pack, pack_columns
 from qengine_gptq.rounding import Grid, gptq_codes, grids, nearest_codes, shrunk
 
 HEADS = ("lm_head", "embed_out", "output")
+MULTIPLE = 32
+"""Inputs and outputs of every width are packed by so many: 32 values of 3 bits are three whole words."""
 
 
 class GptqQuantizer(CalibratedQuantizer):
@@ -41,10 +43,10 @@ class GptqQuantizer(CalibratedQuantizer):
     def accepts(self, spec: LinearSpec) -> str | None:
         if spec.name.rpartition(".")[2] in HEADS:
             return "the output head stays 16-bit"
-        if spec.in_features % 32 or spec.out_features % 32:
-            return f"{spec.in_features} inputs and {spec.out_features} outputs do not pack into whole words"
+        if spec.in_features % MULTIPLE or spec.out_features % MULTIPLE:
+            return f"have: {spec.in_features} inputs and {spec.out_features} outputs; need: multiples of {MULTIPLE}"
         if self.group_size != -1 and spec.in_features % self.group_size:
-            return f"{spec.in_features} inputs are no multiple of group size {self.group_size}"
+            return f"have: {spec.in_features} inputs; need: a multiple of group size {self.group_size}"
         return None
 
     def work_bytes(self, spec: LinearSpec) -> int:

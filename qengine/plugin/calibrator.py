@@ -51,6 +51,9 @@ class CalibratedQuantizer(Quantizer):
     wants_moment: ClassVar[bool] = True
     """Whether InputStats need `moment`: K * K floats for each vector of a layer, and as many operations a token."""
 
+    cold_rule: ClassVar[str] = "they are rounded by their weights alone"
+    """What reports say of linears that saw too few tokens: what `quantize_cold` does."""
+
     def input_factors(
         self, readers: Sequence[tuple[LinearSpec, torch.Tensor]], stats: InputStats, channels: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -74,7 +77,7 @@ class CalibratedQuantizer(Quantizer):
     ) -> dict[str, torch.Tensor]:
         """As `quantize`, for a linear that saw too few tokens: an expert that is rarely chosen. `relatives` are the
         statistics of the same linear of that expert which saw the largest values, None where no expert saw enough. By
-        default the weights alone decide."""
+        default the weights alone decide; what does otherwise says so in `cold_rule`."""
         return self.quantize(spec, weight)
 
 

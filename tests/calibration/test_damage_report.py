@@ -31,6 +31,7 @@ def facts(**changed: Any) -> dict[str, Any]:
     return {
         "text": {"tokens": 400, "num_sequences": 4, "length": 100, "source": "a.txt", "rows_used": 3, "rows_given": 9},
         "weights": {"format": "awq", "options": {"group_size": 64}}, "linears": linears, "cold": {"e.0": 0, "e.1": 7},
+        "cold_rule": "a rule",
         "kv": {
             "method": "mse", "granularity": "head", "layers": layers, "most_damage": 0.2,
             "kept_16_bit": ["model.layers.1.self_attn"],
@@ -62,7 +63,7 @@ def test_lines() -> None:
     lines = damage_report.lines(facts())
     assert lines[0].endswith("a.txt (3 of 9 rows used)")
     assert "7 linears: relative output error 0.200 on average, 0.350 at model.layers.6.mlp.<b>up_proj" in lines[1]
-    assert "2 linears saw too little text" in lines[2] and "e.1 (7 tokens)" in lines[2]
+    assert "2 linears saw too little text, a rule: " in lines[2] and "e.1 (7 tokens)" in lines[2]
     assert "attention-output error 0.5200, at scale 1.0 0.4000" in lines[3] and "0.1 % of" in lines[3]
     assert "1 layers keep a 16-bit KV cache, as their error is above 0.2: model.layers.1" in lines[4]
     assert lines[-1] == "end to end: not measured (too large)"

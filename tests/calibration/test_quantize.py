@@ -186,7 +186,7 @@ def test_a_format_without_groups_is_asked_for_none(tmp_path: Path, monkeypatch: 
 
 def test_a_copy_that_would_hold_no_quantised_linear_is_not_made(tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "source", tokenizer=False)
-    with pytest.raises(ConfigError, match=r"256 inputs are no multiple of group size 96 \(\d+ linears\)"):
+    with pytest.raises(ConfigError, match=r"have: 256 inputs; need: a multiple of group size 96 \(\d+ linears\)"):
         quantize_checkpoint(source, tmp_path / "copy", AwqQuantizer(group_size=96))
     assert not (tmp_path / "copy").exists()
 

@@ -58,7 +58,10 @@ def test_c26_lopsided_experts_and_odd_rows(
     assert main([*argv, *common, "--device", "cpu", "-q"]) == 0
     err = capsys.readouterr().err
     assert "of 64 rows used" in err and "2,560 tokens" in err
-    assert "36 linears saw too little text, their weights alone decided" in err and "(0 tokens)" in err
+    rule = "they are rounded by their weights alone: model"
+    if quant == "fp8":
+        rule = "their inputs get the scale of that expert of the layer which saw the largest: model"
+    assert "36 linears saw too little text, " in err and rule in err and "(0 tokens)" in err
 
     found: dict[str, Any] = json.loads((out / "calibration.json").read_text())
     assert set(found["cold"].values()) == {0}

@@ -130,7 +130,10 @@ def test_what_is_refused_or_left() -> None:
             GptqQuantizer(**options)  # type: ignore[arg-type]
     q = GptqQuantizer(4, 64)
     assert "head" in str(q.accepts(LinearSpec("lm_head", 256, 64)))
-    assert "100" in str(q.accepts(LinearSpec("m", 100, 64))) and q.accepts(SPEC) is None
+    assert q.accepts(LinearSpec("m", 96, 64)) == "have: 96 inputs; need: a multiple of group size 64"
+    assert q.accepts(LinearSpec("m", 64, 96)) is None and q.accepts(SPEC) is None
+    assert q.accepts(LinearSpec("m", 100, 64)) == "have: 100 inputs and 64 outputs; need: multiples of 32"
+    assert q.accepts(LinearSpec("m", 64, 72)) == "have: 64 inputs and 72 outputs; need: multiples of 32"
     bad = weights()
     bad[3, 5] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
