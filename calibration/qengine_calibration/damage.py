@@ -20,13 +20,14 @@ Tick = Callable[[int, int], None]
 
 def end_to_end(
     before: EngineConfig, after: EngineConfig, tokens: int, say: Say = lambda line: None,
-    tick: Tick = lambda done, total: None,
+    tick: Tick = lambda done, total: None, max_memory: int | None = None,
 ) -> dict[str, Any]:
     """Figures of `after` beside `before` on `tokens` tokens of the built-in held-out text, ready for JSON; or why there
-    are none ("not_measured"): a model that is calibrated layer by layer need not fit as a whole."""
+    are none ("not_measured"): a model that is calibrated layer by layer need not fit as a whole within `max_memory`."""
     try:
         source = TextSource.open(None)
-        return evaluate([before, after], source, max_tokens=tokens, say=say, tick=tick).summary()
+        pair = [before, after]
+        return evaluate(pair, source, max_tokens=tokens, max_memory=max_memory, say=say, tick=tick).summary()
     except UserError as e:
         return {"not_measured": str(e)}
 

@@ -86,6 +86,7 @@ def evaluate(
     max_tokens: int,
     window: int | None = None,
     one_at_a_time: bool = False,
+    max_memory: int | None = None,
     say: Say = lambda line: None,
     tick: Tick = lambda done, total: None,
 ) -> Evaluation:
@@ -93,8 +94,9 @@ def evaluate(
 
     `window` are the tokens that are scored together (default: 1024, or the longest context where that is shorter). Two
     engines are loaded at once if both fit into memory and the share of it that they may use; else, or with
-    `one_at_a_time`, A's logits wait in a temporary file while B is loaded. Raises UserError for all that cannot work,
-    figures that are not finite among it.
+    `one_at_a_time`, A's logits wait in a temporary file while B is loaded. `max_memory` are bytes that engines may take
+    on the device, on a CPU the whole process. Raises UserError for all that cannot work, figures that are not finite
+    among it.
     """
     start = time.perf_counter()
     if one_at_a_time and len(configs) < 2:
@@ -106,7 +108,7 @@ def evaluate(
         have = " and ".join(f"{b.model.vocab_size}" for b in plans)
         raise ConfigError("the two models have vocabularies of different sizes", have=have, need="one vocabulary")
     rows = max(1, min(MOST_ROWS, LOGIT_BYTES // (4 * vocab * ARRAYS)))
-    run = _Run(plans, windows, rows, vocab, one_at_a_time, say, tick)
+    run = _Run(plans, windows, rows, vocab, one_at_a_time, _room(plans, max_memory), say, tick)
     tally = run.run()
     nll_a = tally.array("nll_a")
     assert nll_a is not None
@@ -154,6 +156,20 @@ def _sized(b: Built, length: int) -> EngineConfig:
     )
 
 
+def _room(plans: Sequence[Built], max_memory: int | None) -> float:
+    """Bytes that engines may take together. Raises CapacityError where `max_memory` is too little for one of them."""
+    b = plans[-1]
+    share = b.config.gpu_memory_utilization * b.memory.inputs.total
+    if max_memory is None:
+        return share
+    base = devices.allocated(b.device) if b.device.type == "cpu" else 0
+    most = max(plan.memory.planned for plan in plans)
+    if base + most > max_memory:
+        have, need = report.gib(max_memory), report.gib(base + most)
+        raise CapacityError("--max-memory is too little for the whole model", have=have, need=need)
+    return min(share, max_memory - base)
+
+
 def _tokenizers(plans: Sequence[Built]) -> list[Tokenizer]:
     folders = dict.fromkeys(b.config.tokenizer or b.config.model or "" for b in plans)
     return [Tokenizer.load(f, trust_remote_code=plans[0].config.trust_remote_code) for f in folders]
@@ -169,10 +185,11 @@ class _Run:
         rows: int,
         vocab: int,
         one_at_a_time: bool,
+        room: float,
         say: Say,
         tick: Tick,
     ) -> None:
-        self.plans, self.windows, self.rows, self.vocab = plans, windows, rows, vocab
+        self.plans, self.windows, self.rows, self.vocab, self.room = plans, windows, rows, vocab, room
         self.one_at_a_time, self.say, self.tick = one_at_a_time and len(plans) == 2, say, tick
         self.memory: dict[str, Any] = {}
         self.done = self.total = 0
@@ -197,9 +214,8 @@ class _Run:
             return self._tally_kept(kept, other)
 
     def _fits_beside(self, b: Built) -> bool:
-        """Whether B fits, too, and both together stay within the share."""
-        share = b.config.gpu_memory_utilization * b.memory.inputs.total
-        if sum(plan.memory.planned for plan in self.plans) > share:
+        """Whether B fits, too, and both together stay within what they may take."""
+        if sum(plan.memory.planned for plan in self.plans) > self.room:
             return False
         try:
             decide(b.config)
@@ -273,7 +289,8 @@ class _Run:
 
 def _warnings(b: Built) -> list[str]:
     scales = (line for line in report.scale_lines(b.kv, b.scales.scales) if line.startswith(WARNING))
-    found = [*b.notes, *b.checkpoint.notes, *b.load_plan.warnings, *b.scales.warnings, *scales]
+    unused = b.scales.notes if b.config.kv_scales is not None else []
+    found = [*b.notes, *b.checkpoint.notes, *b.load_plan.warnings, *b.scales.warnings, *unused, *scales]
     return [line.removeprefix(WARNING) for line in found]
 
 

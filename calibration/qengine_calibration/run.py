@@ -115,7 +115,10 @@ class CalibrationRun:
     def run(self, tick: Tick = lambda done, total: None) -> None:
         """Do what is left to do."""
         with large_blocks_mapped():
-            self._run(tick)
+            try:
+                self._run(tick)
+            finally:
+                devices.limit_memory(self.stream.device, None)
 
     def _run(self, tick: Tick) -> None:
         stream, work = self.stream, self.work

@@ -173,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
             facts = make_copy(folder, target, texts, options, embed=config.embed, say=say, tick=tick)
     if config.eval_tokens:
         with bar("evaluate", config.quiet) as tick:
-            facts["end_to_end"] = end_to_end(*_sides(config, folder, target), config.eval_tokens, say, tick)
+            sides = _sides(config, folder, target)
+            facts["end_to_end"] = end_to_end(*sides, config.eval_tokens, say, tick, config.max_memory)
     for line in damage_report.lines(facts):
         say(line)
     write_report(facts, target / report, say)

@@ -86,6 +86,9 @@ class EvalConfig:
             if value is not None and value < least:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is too small", have=value, need=f"at least {least}")
+        if self.dtype != "auto" and None not in (self.dtype_a, self.dtype_b):
+            raise ConfigError("--dtype is for both sides, and each has its own", have=f"--dtype {self.dtype}",
+                              hint="leave --dtype out")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

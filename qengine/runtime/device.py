@@ -168,11 +168,12 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
 
 
-def limit_memory(device: torch.device, most: int) -> None:
-    """Make a CUDA device's allocator raise OutOfMemoryError beyond `most` bytes; does nothing on a CPU."""
+def limit_memory(device: torch.device, most: int | None) -> None:
+    """Make a CUDA device's allocator raise OutOfMemoryError beyond `most` bytes, None for no limit; does nothing on
+    a CPU."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+        torch.cuda.set_per_process_memory_fraction(1.0 if most is None else min(1.0, most / total), device)
 
 
 def empty_cache(device: torch.device) -> None:

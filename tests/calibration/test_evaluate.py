@@ -15,6 +15,7 @@ from qengine.config import EngineConfig
 from qengine.errors import CapacityError, ConfigError, UserError
 from qengine.runtime.decide import Built
 from qengine_calibration import evaluate as evaluate_module
+from qengine_calibration.damage import end_to_end
 from qengine_calibration.eval_text import TextSource
 from qengine_calibration.evaluate import Evaluation, evaluate
 from toy_models import llama_config, llama_tensors, make_bytetok, make_tiny, write_model
@@ -172,6 +173,20 @@ def test_two_engines_stay_within_the_share_together(models: tuple[Path, Path], t
     for share, at_once in ((1.01, 2), (0.99, 1)):
         e = run(text, *(config(m, gpu_memory_utilization=share * both / total) for m in models))
         assert e.memory["engines_at_once"] == at_once
+
+
+def test_max_memory_holds_for_engines_too(
+    models: tuple[Path, Path], text: TextSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other where both are too much, none where one is; on a CPU the process as it is counts."""
+    sides = [config(m) for m in models]
+    plans, _ = evaluate_module.planned(sides, WINDOW)
+    one, base = plans[0].memory.planned, 1 << 30
+    monkeypatch.setattr(evaluate_module.devices, "allocated", lambda device: base)
+    for most, at_once in ((2 * one, 2), (2 * one - 1, 1), (one, 1)):
+        assert run(text, *sides, max_memory=base + most).memory["engines_at_once"] == at_once
+    found = end_to_end(*sides, 400, max_memory=base + one - 1)
+    assert found["not_measured"].startswith("--max-memory is too little for the whole model; have: 1.0")
 
 
 def test_settings_are_described(models: tuple[Path, Path], text: TextSource) -> None:

@@ -111,6 +111,9 @@ def test_kv_scales_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (facts["kv_dtype"], facts["granularity"], facts["method"]) == ("fp8_e5m2", "tensor", "output")
     assert facts["text"]["tokens"] == 600 and len(facts["layers"]) == 2
     assert not list(source.glob(".*"))
+    argv = ["eval", str(source), "--kv-scales", str(source), "--max-tokens", "200", "--quiet", "--device", "cpu"]
+    assert main(argv) == 0
+    assert "kv_scales.safetensors is not used: KV dtype auto takes no scales" in capsys.readouterr().out
 
 
 def test_a_sequence_is_as_long_as_the_context_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

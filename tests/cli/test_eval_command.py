@@ -86,6 +86,7 @@ def test_what_fp8_kv_costs(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--revision", "x"], "--revision is for hub models; have: the local folder"),
         (["--data-field", "x"], "--data-field names a field of --data's rows; have: 'x' for the built-in"),
         (["--one-at-a-time"], "--one-at-a-time is for two settings"),
+        (["--dtype", "float32", "--dtype-a", "float32", "--dtype-b", "bfloat16"], "leave --dtype out"),
         (["--kv-dtype", "nope"], "nope"),
         (["--dtype-b", "int3"], "int3"),
         (["--kv-dtipe", "fp8"], "unknown flag --kv-dtipe; what would work: --kv-dtype"),
