@@ -13,6 +13,9 @@ from qengine.server.responses import Detokenized, Tokenized, json_response
 from qengine.server.schemas import DetokenizeRequest, TokenizeRequest
 from qengine.server.state import ServerState
 
+NOTHING = TokenizeRequest()
+"""Every field as it is where a body does not name it."""
+
 
 async def tokenize(state: ServerState, request: Request) -> Response:
     body = await typed_body(request, TokenizeRequest, state.config.max_body_bytes)
@@ -20,7 +23,16 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     state.check_template_allowed(body.chat_template)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
+    _refuse_chat_fields(body)
     return json_response(await state.in_thread(_tokenize, state, body))
+
+
+def _refuse_chat_fields(body: TokenizeRequest) -> None:
+    """Raises RequestError where a text comes with what only the messages of a chat have."""
+    if body.messages is None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"):
+            if getattr(body, name) != getattr(NOTHING, name):
+                raise RequestError(f"{name} is for messages", param=name, have="prompt", hint=f"leave {name} out")
 
 
 def _tokenize(state: ServerState, body: TokenizeRequest) -> Tokenized:

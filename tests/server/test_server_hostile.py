@@ -114,6 +114,13 @@ def test_bad_chats_are_refused(server: ServerProcess, body: dict, param: str) ->
     refused(server, CHAT, body, param)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("chat_template_kwargs", {"a": 1}), ("add_generation_prompt", False), ("chat_template", "x")]
+)
+def test_a_text_to_tokenize_has_no_template(server: ServerProcess, name: str, value: object) -> None:
+    refused(server, "/tokenize", {"prompt": "a", name: value}, name)
+
+
 def test_one_limit_under_two_names(server: ServerProcess) -> None:
     """Where they differ both are named; where they agree, or one is null, it holds."""
     message = refused(server, CHAT, {"messages": HI, "max_tokens": 5, "max_completion_tokens": 3}, "max_tokens")
