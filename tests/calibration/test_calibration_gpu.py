@@ -50,3 +50,10 @@ def test_weights_and_scales_at_once_within_the_stated_memory(tmp_path: Path) -> 
     memory = make_copy(biased(tmp_path / "model", 30.0), tmp_path / "copy", texts(), wanted)["memory"]
     # cuBLAS's workspace, taken once, is no part of the plan.
     assert 0 < memory["peak"] < memory["planned"] + (64 << 20)
+
+
+def test_the_limit_ends_with_the_run(tmp_path: Path) -> None:
+    """What is measured afterwards has limits of its own; the allocator's would be an OutOfMemoryError there."""
+    wanted = RunOptions(kv=KVOptions("fp8_e4m3"), device="cuda", max_memory=256 << 20)
+    make_kv_scales(biased(tmp_path / "model", 30.0), tmp_path / "out", texts(), wanted)
+    assert torch.empty(512 << 20, dtype=torch.uint8, device="cuda").numel() == 512 << 20
