@@ -197,15 +197,17 @@ LEAST = {
     "max_model_len": 2,  # a prompt of one token and one to answer
 }
 
+MOST_GIB = f"0 <= GiB < {2**30}"
+
 
 def _check_value(flag: str, value: object, hint: Any) -> None:
-    """Raise ConfigError for a value of the wrong type (Python callers can give anything) and for an empty text."""
+    """Raise ConfigError for a value of the wrong type (Python callers can give anything) and for a blank text."""
     kinds = typing.get_args(hint) or (hint,)
     whole = isinstance(value, int) and not isinstance(value, bool) and float in kinds
     if not whole and type(value) not in kinds:
         need = " or ".join(TYPE_NAMES[kind] for kind in kinds)
         raise ConfigError(f"{flag} has the wrong type", have=repr(value)[:80], need=need)
-    if value == "":
+    if isinstance(value, str) and not value.strip():
         raise ConfigError(f"{flag} is empty", hint=f"leave {flag} out")
 
 
@@ -229,19 +231,20 @@ def check_config(c: EngineConfig) -> None:
     if not 0 < c.gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization is a share", have=c.gpu_memory_utilization, need="0 < x <= 1")
     if c.cpu_offload_gb is not None and not 0 <= c.cpu_offload_gb < 2**30:
-        raise ConfigError("--cpu-offload-gb is out of range", have=c.cpu_offload_gb, need="0 or more GiB, or auto")
+        raise ConfigError("--cpu-offload-gb is out of range", have=c.cpu_offload_gb, need=f"{MOST_GIB}, or auto")
     if c.offload_layers is not None and c.cpu_offload_gb == 0:
         raise ConfigError(
             "--offload-layers chooses what --cpu-offload-gb may move", have="--cpu-offload-gb 0", need="N or auto"
         )
     if c.expert_slots is not None and not 0 <= c.expert_slots < 2**31:
-        raise ConfigError("--expert-slots is out of range", have=c.expert_slots, need="0 or more experts, or auto")
+        need = f"0 to {2**31 - 1} experts, or auto"
+        raise ConfigError("--expert-slots is out of range", have=c.expert_slots, need=need)
     if c.expert_slots != 0 and c.cpu_offload_gb == 0:
         raise ConfigError(
             "--expert-slots are for experts that --cpu-offload-gb moves", have="--cpu-offload-gb 0", need="N or auto"
         )
     if not 0 <= c.swap_space < 2**30:
-        raise ConfigError("--swap-space is out of range", have=c.swap_space, need="0 or more GiB")
+        raise ConfigError("--swap-space is out of range", have=c.swap_space, need=MOST_GIB)
     if c.swap_policy == "swap" and not c.swap_space:
         raise ConfigError("--swap-policy swap needs host memory", have="--swap-space 0", need="--swap-space GIB")
     if not -(2**63) <= c.seed < 2**64:

@@ -24,7 +24,7 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     """
     from qengine.plugin.discovery import load_plugin
     from qengine.runtime.demo import demo_folder, is_demo
-    from qengine.runtime.hub import resolve_folder
+    from qengine.runtime.hub import resolve_folder, resolve_tokenizer
     from qengine.runtime.kv_dtypes import asked_kv_dtypes
     from qengine.runtime.pickled import with_safetensors
 
@@ -32,12 +32,13 @@ def prepare_model(config: EngineConfig, say: Say) -> EngineConfig:
     if config.quantization is not None:
         load_plugin("weight", config.quantization)
     asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
+    tokenizer = resolve_tokenizer(config.tokenizer) if config.tokenizer else None
     if config.model is None:
         folder = demo_folder(say)
     else:
         pickled = config.load_format in ("pt", "npcache")
         folder = resolve_folder(config.model, revision=config.revision, pickled=pickled, say=say)
-    tokenizer = resolve_folder(config.tokenizer, say=say) if config.tokenizer else folder
+    tokenizer = tokenizer or folder
     if config.load_format != "dummy":
         folder = with_safetensors(folder, config.load_format, say)
         stored, folder = folder, _quantised_copy(folder, config, say)

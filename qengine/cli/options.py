@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
-from qengine.config import NOT_BUILT, Option, options
+from qengine.config import NOT_BUILT, EngineConfig, Option, options
+from qengine.core.kv_map import read_kv_map
 from qengine.errors import ConfigError
+from qengine.plugin.discovery import find_plugin
 
 C = TypeVar("C")
 
@@ -37,7 +39,13 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = NEGATIVE
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        switch = re.fullmatch(r"(\S+): ignored explicit argument (.*)", message, re.DOTALL)
+        if switch is not None:
+            names = [name for name in switch[1].split("/") if name.startswith("--")] or [switch[1]]
+            hint = f"{names[0]} for on, {names[-1]} for off" if len(names) > 1 else names[0]
+            raise ConfigError(f"{names[0]} takes no value", have=switch[2], hint=hint)
+        raise ConfigError(message)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -167,6 +175,15 @@ def config_from(config: type[C], args: argparse.Namespace) -> C:
         if isinstance(value, list) and typing.get_origin(hints[name]) is not list:
             values[name] = tuple(value)
     return config(**values)
+
+
+def find_named_plugins(config: EngineConfig) -> None:
+    """Raise where --quantization or --kv-dtype names no plugin: looked up by name, at once, without importing torch."""
+    if config.quantization is not None:
+        find_plugin("weight", config.quantization)
+    skipped = config.kv_cache_dtype_skip_layers
+    for name in read_kv_map(config.kv_cache_dtype, EngineConfig.kv_cache_dtype, skipped).dtypes:
+        find_plugin("kv", name)
 
 
 def take_model(args: argparse.Namespace) -> None:

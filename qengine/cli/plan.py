@@ -7,10 +7,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from qengine.cli.options import UNITS_NOTE, add_options, config_from, say, take_model
+from qengine.cli.options import UNITS_NOTE, add_options, config_from, find_named_plugins, say, take_model
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError
-from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
 
 NAME = "plan"
@@ -54,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config_from(ServerConfig, args)  # a wrong value is refused as serving would
     if config.model is None:
         raise ConfigError("plan needs a model", hint="qengine plan MODEL")
-    if config.quantization is not None:
-        find_plugin("weight", config.quantization)
+    find_named_plugins(config)
     if args.png is not None:
         from qengine.runtime.plan_chart import check_chart
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from qengine.cli.options import UNITS_NOTE, add_options, config_from, take_model
+from qengine.cli.options import UNITS_NOTE, add_options, config_from, find_named_plugins, take_model
 from qengine.config import EngineConfig
-from qengine.core.kv_map import read_kv_map
-from qengine.plugin.discovery import find_plugin
 from qengine.server.config import ServerConfig
 
 NAME = "serve"
@@ -30,13 +28,7 @@ def run(args: argparse.Namespace) -> int:
     take_model(args)
     engine_config = config_from(EngineConfig, args)
     server_config = config_from(ServerConfig, args)
-
-    # Names are looked up here, at once and without importing torch; the engine's process loads the plugins.
-    if engine_config.quantization is not None:
-        find_plugin("weight", engine_config.quantization)
-    skipped = engine_config.kv_cache_dtype_skip_layers
-    for name in read_kv_map(engine_config.kv_cache_dtype, EngineConfig.kv_cache_dtype, skipped).dtypes:
-        find_plugin("kv", name)
+    find_named_plugins(engine_config)  # the engine's process loads them
 
     from qengine.server.run import serve
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qengine.errors import ConfigError
 
@@ -23,16 +23,20 @@ PLACE = re.compile(
 )
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 FORM = "NAME, k=NAME, v=NAME, layers.N=NAME, layers.N-M=NAME or sliding_window=NAME (.k or .v behind for one side)"
+SKIP_FORM = "layer numbers, N-M or sliding_window, with commas between: 0,29"
+SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 
 
 @dataclass(frozen=True)
 class KVEntry:
-    """One dtype and where it counts: both sides unless `side` is set; all layers unless `layers` or `windowed` is."""
+    """One dtype and where it counts: both sides unless `side` is set; all layers unless `layers` or `windowed` is.
+    `skipped`: the value of --kv-cache-dtype-skip-layers, where the entry comes from there."""
 
     dtype: str
     side: str | None = None
     layers: range | None = None
     windowed: bool = False
+    skipped: str | None = None
 
     @property
     def is_exception(self) -> bool:
@@ -74,13 +78,15 @@ class KVMap:
         """Raises ConfigError for exceptions that name no layer of this model, whose layers have a window or not."""
         kinds = list(windowed)
         for e in self.entries:
+            said = f"--kv-dtype {self.text}" if e.skipped is None else f"{SKIP_FLAG} {e.skipped}"
             if e.layers is not None and e.layers.stop > len(kinds):
+                name = "layers." if e.skipped is None else ""
                 raise ConfigError(
-                    f"--kv-dtype {self.text}: there is no layer {e.layers.stop - 1}", have=f"{len(kinds)} layers",
-                    need=f"layers.0 to layers.{len(kinds) - 1}",
+                    f"{said}: there is no layer {e.layers.stop - 1}", have=f"{len(kinds)} layers",
+                    need=f"{name}0 to {name}{len(kinds) - 1}",
                 )  # fmt: skip
             if e.windowed and not any(kinds):
-                raise ConfigError(f"--kv-dtype {self.text}: no layer of this model has a sliding window")
+                raise ConfigError(f"{said}: no layer of this model has a sliding window")
 
 
 def read_kv_map(text: str, default: str, skip: str | None = None) -> KVMap:
@@ -90,12 +96,29 @@ def read_kv_map(text: str, default: str, skip: str | None = None) -> KVMap:
     for part in text.split(","):
         entries.append(_entry(part.strip(), f"--kv-dtype {text}"))
     shown = text
-    for part in (skip or "").replace(" ", ",").split(","):
-        if part:
-            place = f"layers.{part}" if part[0].isdigit() else part
-            entries.append(_entry(f"{place}={default}", f"--kv-cache-dtype-skip-layers {skip}"))
-            shown += f",{place}={default}"
+    if skip is not None:
+        skipped = _skipped(skip, default)
+        entries += [entry for _, entry in skipped]
+        shown += "".join(f",{place}={default}" for place, _ in skipped)
     return KVMap(shown, tuple(entries))
+
+
+def _skipped(skip: str, default: str) -> list[tuple[str, KVEntry]]:
+    """(place, entry) of each part of --kv-cache-dtype-skip-layers."""
+    parts = [part for part in skip.replace(" ", ",").split(",") if part]
+    if not parts:
+        raise ConfigError(f"{SKIP_FLAG} {skip!r} names no layers", need=SKIP_FORM)
+    out = []
+    for part in parts:
+        place = f"layers.{part}" if part[0].isdigit() else part
+        try:
+            entry = _entry(f"{place}={default}", SKIP_FLAG)
+        except ConfigError as e:
+            raise ConfigError(f"{SKIP_FLAG} {skip}: {part!r} names no layers", need=SKIP_FORM) from e
+        if not entry.is_exception:
+            raise ConfigError(f"{SKIP_FLAG} {skip}: {part!r} names no layers", need=SKIP_FORM)
+        out.append((place, replace(entry, skipped=skip)))
+    return out
 
 
 def _entry(part: str, flag: str) -> KVEntry:

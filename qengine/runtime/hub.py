@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from qengine.errors import CheckpointError, ConfigError
+from qengine.errors import CheckpointError, ConfigError, UserError
 from qengine.runtime.weight_files import PICKLED
 
 Say = Callable[[str], None]
@@ -53,6 +53,14 @@ def resolve_folder(
         raise CheckpointError(f"no such folder: {name}", hint="a local model folder, or a hub name such as owner/name")
     say(f"{name} is no local folder: asking the Hugging Face hub")
     return _snapshot(name, revision, pickled, config_only)
+
+
+def resolve_tokenizer(name: str, *, config_only: bool = False) -> Path:
+    """`resolve_folder` for --tokenizer, which its errors name; says nothing."""
+    try:
+        return resolve_folder(name, config_only=config_only)
+    except UserError as e:
+        raise CheckpointError(f"--tokenizer: {e}") from e
 
 
 def _snapshot(name: str, revision: str | None, pickled: bool, config_only: bool) -> Path:

@@ -44,10 +44,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("--port is out of range", have=self.port, need="0..65535")
-        for name in ("shutdown_timeout", "health_timeout", "max_body_bytes"):
+        for name in ("shutdown_timeout", "health_timeout"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must be positive", have=value, need="> 0")
+                need = "seconds above 0 and below infinity"
+                raise ConfigError(f"--{name.replace('_', '-')} is out of range", have=value, need=need)
+        if self.max_body_bytes < 1:
+            raise ConfigError("--max-body-bytes must be positive", have=self.max_body_bytes, need=">= 1")
         for name in ("api_key", "served_model_name"):
-            if not all(getattr(self, name)):
-                raise ConfigError(f"--{name.replace('_', '-')} must not be empty")
+            if not all(text.strip() for text in getattr(self, name)):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must not be empty or blank", hint=f"a text behind it, or leave {flag} out")

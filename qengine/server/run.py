@@ -18,12 +18,15 @@ from qengine.server.parent_watch import SIGNALS
 from qengine.text import ChatTemplate
 from qengine.text.chat_template import preload
 
+SIGNALLED = 128
+"""Exit codes of what a signal ended are this and the signal's number, as shells have it: 130 and 143."""
 T = TypeVar("T")
 Answer = Callable[[EngineClient, EngineConfig, ServerConfig, socket.socket, asyncio.Event], Awaitable[int]]
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, *, factory: str = ENGINE_FACTORY) -> int:
-    """Serve until SIGTERM or SIGINT (returns 0) or until the engine dies (returns 1).
+    """Serve until SIGTERM or SIGINT (returns 0, or 128 and the signal where the engine was not ready yet) or until the
+    engine dies (returns 1).
 
     Raises UserError for what the user can mend (port, model, options). `factory`: see `protocol.Start`.
     """
@@ -55,14 +58,20 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(engine_config: EngineConfig, config: ServerConfig, sock: socket.socket, factory: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    came: list[int] = []
+
+    def stopped(signum: int) -> None:
+        came.append(signum)
+        stop.set()
+
     for signum in SIGNALS:
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, stopped, signum)
     imported = loop.run_in_executor(None, _import_answer)
     try:
         client = await _unless(stop, EngineClient.start(engine_config, factory=factory))
         if client is None:
             print("qengine: stopped by a signal before the engine was ready", file=sys.stderr)
-            return 0
+            return SIGNALLED + came[0]
         try:
             for line in client.facts.report:
                 print(line, file=sys.stderr)

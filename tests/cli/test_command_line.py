@@ -104,6 +104,17 @@ def test_flag_sets_its_field(argv: str, field: str, value: object) -> None:
         ("serve --revision main", ["--revision is for hub models"]),
         ("pull demo --revision main", ["--revision is for hub models"]),
         ("serve --tokenizer=", ["--tokenizer is empty"]),
+        ("serve --swap-space 1e20", ["--swap-space is out of range", "need: 0 <= GiB < 1073741824"]),
+        ("serve --cpu-offload-gb 1e20", ["--cpu-offload-gb is out of range", "GiB < 1073741824, or auto"]),
+        ("serve --expert-slots 9999999999", ["--expert-slots is out of range", "0 to 2147483647 experts, or auto"]),
+        ("serve --shutdown-timeout inf", ["--shutdown-timeout is out of range", "have: inf", "below infinity"]),
+        ("serve --health-timeout inf", ["--health-timeout is out of range", "have: inf", "below infinity"]),
+        ("serve --trust-remote-code=1", ["--trust-remote-code takes no value", "'1'", "--no-trust-remote-code"]),
+        ("plan --json=yes", ["--json takes no value; have: 'yes'; what would work: --json"]),
+        ("serve --kv-cache-dtype-skip-layers 2.5", ["--kv-cache-dtype-skip-layers 2.5", "0,29"]),
+        ("serve --kv-cache-dtype-skip-layers v", ["--kv-cache-dtype-skip-layers v", "'v' names no layers", "0,29"]),
+        ("serve --kv-cache-dtype-skip-layers ,", ["--kv-cache-dtype-skip-layers ','", "0,29"]),
+        ("plan m --kv-dtype int9", ["no plugin named 'int9'", "--kv-dtype: "]),
         ("serve --model=", ["--model is empty"]),
         ("frobnicate", ["invalid choice", "frobnicate", "serve"]),
     ],
@@ -113,6 +124,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 ) -> None:
     line = error_line(capsys, *argv.split())
     assert [p for p in parts if p not in line] == []
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--kv-cache-dtype-skip-layers", "--tokenizer"])
+def test_blank_texts_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{flag} " in error_line(capsys, "serve", flag, "  ")
 
 
 def test_errors_name_the_flag_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,3 +68,10 @@ def test_layers_that_are_not_there() -> None:
         read_kv_map("fp8", "auto", "sliding_window").check([False, False])
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype-skip-layers full.*names no layers"):
         read_kv_map("fp8", "auto", "full")
+
+
+def test_skipped_layers_that_are_not_there_are_said_of_their_own_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype-skip-layers 99: there is no layer 99.*need: 0 to 3"):
+        read_kv_map("fp8", "auto", "99").check([False] * 4)
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype-skip-layers sliding_window: no layer of this model"):
+        read_kv_map("fp8", "auto", "sliding_window").check([False] * 4)

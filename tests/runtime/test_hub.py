@@ -9,7 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from qengine.config import EngineConfig
 from qengine.errors import CheckpointError, ConfigError
+from qengine.prepare import prepare_model
 from qengine.runtime import demo
 from qengine.runtime.hub import UNWANTED, WANTED, resolve_folder
 
@@ -149,3 +151,8 @@ def test_a_plan_fetches_nothing_but_json(tmp_path: Path, monkeypatch: pytest.Mon
     assert resolve_folder("owner/name", config_only=True) == tmp_path and asked == [["*.json"]]
     with pytest.raises(CheckpointError, match="no safetensors"):
         resolve_folder("owner/name")
+
+
+def test_a_tokenizer_that_is_not_there_is_said_of_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^--tokenizer: no such folder: /no/such"):
+        prepare_model(EngineConfig(model=str(tmp_path), tokenizer="/no/such"), lambda line: None)

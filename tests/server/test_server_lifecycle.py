@@ -158,12 +158,13 @@ def test_unreadable_chat_template_is_refused_before_the_engine_starts(folder: Pa
     assert "--chat-template" in made.text and made.text.count("\n") == 1
 
 
-def test_signal_while_starting_exits_0(folder: Path) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_while_starting_is_no_success(folder: Path, signum: int, code: int) -> None:
     fake_engine.write_script(folder, chain_map(b"abc"), build_s=60)
     made = ServerProcess(folder, FAKE, {}, {})
     until(lambda: engine_started(made), 20)
-    made.process.send_signal(signal.SIGTERM)
-    assert made.wait(20) == 0
+    made.process.send_signal(signum)
+    assert made.wait(20) == code
     assert made.text.strip() == "qengine: stopped by a signal before the engine was ready"
 
 
@@ -181,7 +182,7 @@ def test_a_start_that_is_given_up_leaves_nothing_behind(
         assert os.listdir(temp), "the sockets lie elsewhere"
         engine = made.engine_pid()
         made.process.send_signal(signum)
-        assert made.wait(20) == (-signal.SIGKILL if signum == signal.SIGKILL else 0)
+        assert made.wait(20) == (-signal.SIGKILL if signum == signal.SIGKILL else 128 + signum)
         until(lambda: not running_process(engine), 10)
         assert not list(cache.iterdir())
         assert os.listdir(temp) == []
