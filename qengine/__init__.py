@@ -3,15 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qengine.beam_search import BeamSearchParams
     from qengine.config import EngineConfig
     from qengine.llm import LLM
     from qengine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "qengine.llm", "EngineConfig": "qengine.config", "SamplingParams": "qengine.sampling_params"}
+_HOMES = {
+    "LLM": "qengine.llm",
+    "BeamSearchParams": "qengine.beam_search",
+    "EngineConfig": "qengine.config",
+    "SamplingParams": "qengine.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise RequestError(f"{name} must be an integer", param=name, have=value, need=">= 1")
+                raise RequestError(f"{name} is out of range", param=name, have=repr(value)[:80], need="an integer >= 1")
         power: object = self.length_penalty
         if isinstance(power, bool) or not isinstance(power, int | float) or not abs(power) <= MAX_LENGTH_PENALTY:
             need = f"a number in {-MAX_LENGTH_PENALTY}..{MAX_LENGTH_PENALTY}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import os
 import sys
@@ -24,13 +25,18 @@ from qengine.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_BEAM_LOGPROBS = 20
+FLAG_NAMES = {"quant": "quantization", "kv_dtype": "kv_cache_dtype"}
+"""Keywords named as flags are that have two names."""
+AUTO = ("max_model_len", "cpu_offload_gb", "expert_slots")
+"""Keywords that take "auto", as their flags do."""
 
 
 class LLM:
     """A model, ready to generate. Names and keywords follow vLLM.
 
-    `model` is a local folder or hub name; None takes the demo model. Every field of `EngineConfig` is a keyword.
-    Raises ConfigError for unknown keywords and UserError for all that cannot work on this machine.
+    `model` is a local folder or hub name; None takes the demo model. Every field of `EngineConfig` is a keyword;
+    `quant` and `kv_dtype` are other names of two of them, as among the flags. Raises ConfigError for unknown keywords
+    and UserError for all that cannot work on this machine.
     """
 
     def __init__(
@@ -43,17 +49,12 @@ class LLM:
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        known = {f.name for f in dataclasses.fields(EngineConfig)}
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"LLM: unknown keyword {name!r}", hint=", ".join(sorted(known)))
-        if options.get("max_model_len") == "auto":
-            options["max_model_len"] = None
+        options = _engine_options({"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}, options)
         if not isinstance(chat_template, str | None):
             raise ConfigError("chat_template has the wrong type", have=repr(chat_template)[:80], need="a text or None")
         say: Callable[[str], None] = _to_stderr if verbose else _silent
         folder = os.fspath(model) if isinstance(model, os.PathLike) else model
-        config = EngineConfig(model=folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, **options)
+        config = EngineConfig(model=folder, **options)
         self.config = prepare_model(config, say)
         texts = ModelTexts.read(
             self.config.model or "",
@@ -144,8 +145,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params has the wrong type", have=type(params).__name__, need="BeamSearchParams")
         if params.beam_width > MAX_BEAM_LOGPROBS // 2:
-            most = MAX_BEAM_LOGPROBS // 2
-            raise RequestError("beam_width is too large", param="beam_width", have=params.beam_width, need=most)
+            have, need = params.beam_width, f"at most {MAX_BEAM_LOGPROBS // 2}"
+            raise RequestError("beam_width is too large", param="beam_width", have=have, need=need)
         whole = SamplingParams(max_tokens=params.max_tokens)
         requests = [self.inputs.process(p, whole, request_id=str(next(self._ids))) for p in self._prompts(prompts)]
         eos = self.inputs.facts.eos_token_ids
@@ -222,6 +223,22 @@ class LLM:
                     self.engine.abort(self.outputs.abort(request.request_id))
                 raise
         return [self.outputs.pop(request.request_id) for request in requests]
+
+
+def _engine_options(named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `LLM` as fields of EngineConfig. Raises ConfigError for what is none, and for a keyword that is given
+    under both of its names."""
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+    found = dict(named)
+    for name, value in options.items():
+        field = FLAG_NAMES.get(name, name)
+        if field not in defaults:
+            near = difflib.get_close_matches(name, [*defaults, *FLAG_NAMES], 1)
+            raise ConfigError(f"LLM: unknown keyword {name!r}", hint=", ".join(near or sorted(defaults)))
+        if found.get(field, defaults[field]) not in (defaults[field], value):
+            raise ConfigError(f"LLM: {name} and {field} are two names of one keyword", have=f"{value}, {found[field]}")
+        found[field] = None if field in AUTO and value == "auto" else value
+    return found
 
 
 def _to_stderr(line: str) -> None:

@@ -66,7 +66,7 @@ def _finite(value: Any) -> bool:
 def _number(p: SamplingParams, name: str, low: float, high: float, need: str) -> None:
     value: Any = getattr(p, name)
     if not _finite(value):
-        raise RequestError(f"{name} must be a finite number", param=name, have=value, need=need)
+        raise RequestError(f"{name} must be a finite number", param=name, have=repr(value)[:80], need=need)
     if not low <= value <= high:
         raise RequestError(f"{name} is out of range", param=name, have=value, need=need)
 
@@ -83,16 +83,16 @@ def check_sampling(p: SamplingParams) -> None:
     """Raise RequestError for the first field that is out of range. Vocabulary limits are the input processor's."""
     big = float(2**31)
     _number(p, "n", 1, 128, "1..128")
-    _number(p, "temperature", 0, 100, ">= 0")
+    _number(p, "temperature", 0, 100, "0..100")
     _number(p, "top_p", 0, 1, "0..1")
-    _number(p, "top_k", -1, big, "-1 or 0 (all), or >= 1")
+    _number(p, "top_k", -1, big, "-1 or 0 (all), or 1..2**31")
     _number(p, "min_p", 0, 1, "0..1")
     _number(p, "presence_penalty", -2, 2, "-2..2")
     _number(p, "frequency_penalty", -2, 2, "-2..2")
-    _number(p, "repetition_penalty", 1e-6, 1e6, "> 0")
-    _number(p, "min_tokens", 0, big, ">= 0")
+    _number(p, "repetition_penalty", 1e-6, 1e6, "1e-6..1e6")
+    _number(p, "min_tokens", 0, big, "0..2**31")
     if p.max_tokens is not None:
-        _number(p, "max_tokens", 1, big, ">= 1")
+        _number(p, "max_tokens", 1, big, "1..2**31")
         if p.min_tokens > p.max_tokens:
             raise RequestError(
                 "min_tokens is above max_tokens", param="min_tokens", have=p.min_tokens, need=f"<= {p.max_tokens}"

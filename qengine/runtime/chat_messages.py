@@ -16,7 +16,8 @@ _ROLE = re.compile(r"\w[\w.-]{0,63}")
 def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with their content as one string (text parts joined by line breaks); other fields as they are.
 
-    Raises RequestError for no messages, a missing role and parts that are not text.
+    Raises RequestError for no messages, a missing role, a missing content (of others than the assistant) and parts that
+    are not text.
     """
     if not isinstance(messages, list | tuple):
         kind = type(messages).__name__
@@ -37,8 +38,10 @@ def _flat_message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "\n".join(_part_text(part, where) for part in content)
+    elif content is None and (message["role"] == "assistant" or message.get("tool_calls")):
+        content = ""  # an answer that only calls tools
     elif content is None:
-        content = ""
+        raise RequestError(f"{where} has no content", param="messages", need="content: a text or a list of text parts")
     elif not isinstance(content, str):
         raise RequestError(
             f"{where}.content has the wrong type",

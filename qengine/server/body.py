@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +17,13 @@ B = TypeVar("B", bound=msgspec.Struct)
 DISCARD_BYTES = 256 * 2**20
 """How much of a body that is too large is read and dropped, so that the client reads the answer, not a reset."""
 
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "allowed_token_ids": "logit_bias",
+}
+"""What other endpoints and other servers call a field."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
@@ -67,7 +75,7 @@ def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
     unknown, missing = _UNKNOWN.search(text), _MISSING.search(text)
     if unknown:
         name = unknown.group(1)
-        near = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
+        near = _nearest(name, kind.__struct_fields__) if not where else []
         hint = f"; what would work: {near[0]}" if near else "; what would work: leave it out"
         param = f"{where}.{name}" if where else name
         return ApiError(400, f"unknown field {param}{hint}", param=param, code="unknown_field")
@@ -76,6 +84,13 @@ def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
         return ApiError(400, f"missing field {param}", param=param, code="missing_field")
     param = where or None
     return ApiError(400, f"{param or 'the request body'}: {text}", param=param, code="invalid_type")
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """The field that is meant, where that is clear: others that look alike may mean the contrary."""
+    if (other := OTHER_NAMES.get(name)) in known:
+        return [str(other)]
+    return difflib.get_close_matches(name, known, 1, cutoff=0.85)
 
 
 async def typed_body(request: Request, kind: type[B], limit: int) -> B:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "qengine_calibration": {"qengine.plugin", "qengine.models", "qengine.layers", "qengine.runtime"} | LEAVES,
     **{name: {"qengine.plugin", "qengine.errors", "qengine_kernels"} for name in BUILT_IN_PLUGINS},
     **dict.fromkeys(LEAVES - {"qengine"}, LEAVES),
-    "qengine": {"qengine.llm"} | LEAVES,
+    "qengine": {"qengine.llm", "qengine.beam_search"} | LEAVES,
 }
 THIRD_PARTY_FREE = ("qengine.core", "qengine.config", "qengine.errors", "qengine.cli")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from qengine import LLM, SamplingParams
-from qengine.beam_search import BeamSearchParams
+from qengine import LLM, BeamSearchParams, SamplingParams
 from qengine.config import EngineConfig
-from qengine.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from qengine.errors import CapacityError, CheckpointError, ConfigError, QEngineError, RequestError
+from qengine.runtime.chat_messages import flatten_messages
 from toy_models import llama_config, llama_tensors, make_bytetok, write_model
 
 LONGEST = 64
@@ -142,7 +142,7 @@ def test_length_penalty_is_a_number(value: Any) -> None:
     ("params", "words"),
     [
         (SamplingParams(n=2), "have: SamplingParams; need: BeamSearchParams"),
-        (BeamSearchParams(beam_width=11, max_tokens=3), "beam_width is too large; have: 11; need: 10"),
+        (BeamSearchParams(beam_width=11, max_tokens=3), "beam_width is too large; have: 11; need: at most 10"),
         (BeamSearchParams(beam_width=2, max_tokens=1000), "longer than the model's context"),
     ],
     ids=["sampling", "wide", "long"],
@@ -242,6 +242,35 @@ def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.Monkey
 def test_wrong_options_name_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         EngineConfig(**{name: value})
+
+
+def test_keywords_may_be_named_as_flags_are(folder: Path) -> None:
+    llm = LLM(folder, kv_dtype="fp8", quant=None, max_model_len=LONGEST, **SMALL)
+    assert llm.config.kv_cache_dtype == "fp8"
+    with pytest.raises(ConfigError, match="kv_dtype and kv_cache_dtype are two names"):
+        LLM(folder, kv_dtype="fp8", kv_cache_dtype="fp8_e5m2", **SMALL)
+    with pytest.raises(ConfigError, match="unknown keyword 'kv_cachedtype'; what would work: kv_cache_dtype"):
+        LLM(folder, kv_cachedtype="fp8", **SMALL)
+    with pytest.raises(QEngineError, match="offload"):  # taken, and then refused on a CPU
+        LLM(folder, cpu_offload_gb="auto", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_tokens": 2**32}, r"have: 4294967296; need: 1\.\.2\*\*31"), ({"max_tokens": "5"}, "have: '5'"),
+        ({"temperature": 1e308}, r"need: 0\.\.100"), ({"repetition_penalty": 1e-10}, r"need: 1e-6\.\.1e6"),
+    ],
+)  # fmt: skip
+def test_what_is_out_of_range_is_outside_of_what_is_needed(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**given)
+
+
+def test_a_message_needs_a_content_unless_it_is_the_assistants() -> None:
+    assert flatten_messages([{"role": "assistant"}])[0]["content"] == ""
+    with pytest.raises(RequestError, match=r"messages\[0\] has no content"):
+        flatten_messages([{"role": "user"}])
 
 
 def test_whole_numbers_are_numbers() -> None:

@@ -18,6 +18,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
     [
         (b'{"prompt": "a", "temprature": 1}', "temprature", "temperature"),
         (b'{"prompt": "a", "zzz": 1}', "zzz", "leave it out"),
+        (b'{"prompt": "a", "max_completion_tokens": 1}', "max_completion_tokens", "would work: max_tokens"),
+        (b'{"prompt": "a", "return_token_ids": true}', "return_token_ids", "leave it out"),
+        (b'{"prompt": "a", "spaces_between_special_tokens": 1}', "spaces_between_special_tokens", "leave it out"),
         (b'{"prompt": "a", "n": "2"}', "n", "int"),
         (b'{"prompt": "a", "n": 1.5}', "n", "int"),
         (b'{"prompt": "a", "n": true}', "n", "int"),
