@@ -14,6 +14,8 @@ from qengine.errors import CapacityError
 
 LEAST_CHUNK = 16
 """Tokens of a step below which nobody wants to serve."""
+ROUNDED_BITS = 6
+"""Of a KV cache's size that is advised; at most 3 % of what is there go unused by it."""
 LEAST_SEQUENCES = 4
 """Requests at once, likewise."""
 FLAGS = {
@@ -54,17 +56,8 @@ def _with_least(inputs: PlanInput) -> PlanInput:
 
 
 def _refusal(inputs: PlanInput) -> CapacityError:
-    asked = inputs.max_model_len
-    if asked is not None and asked > inputs.model_max_len:
-        shorter = replace(inputs, max_model_len=inputs.model_max_len)
-        change = Change({"max_model_len": inputs.model_max_len}, shorter)
-        fits = attempt(shorter) is not None
-        return CapacityError(
-            "max_model_len is above what the model was made for",
-            have=f"{asked} tokens",
-            need=f"at most {inputs.model_max_len} tokens",
-            changes=change.fields if fits else None,
-        )
+    if (inputs.max_model_len or 0) > inputs.model_max_len >= LEAST_LEN:
+        return _above_the_model(inputs)
     if inputs.model_max_len < LEAST_LEN:
         return CapacityError(
             "the model has no room for an answer", have=f"{inputs.model_max_len} positions", need=f"{LEAST_LEN}"
@@ -92,10 +85,12 @@ def _dtypes(i: PlanInput) -> Iterator[Change]:
 
 
 def _cache_bytes(i: PlanInput) -> Iterator[Change]:
-    """Another size of a KV cache whose size was asked for: what the length needs, or what there is."""
+    """Another size of a KV cache whose size was asked for: what there is, where more was asked for, rounded down as
+    free memory varies; else what the length needs."""
     if i.kv_cache_memory_bytes is not None:
-        there = i.budget - i.fixed - i.block_bytes
-        for size in (i.needed_blocks * i.block_bytes, there):
+        there, need = max(0, i.budget - i.fixed - i.block_bytes), i.needed_blocks * i.block_bytes
+        step = 1 << max(0, there.bit_length() - ROUNDED_BITS)
+        for size in (need, there) if i.claim_fits else (there // step * step, there, need):
             if size > 0 and size != i.kv_cache_memory_bytes:
                 yield Change({"kv_cache_memory_bytes": size}, replace(i, kv_cache_memory_bytes=size))
 
@@ -207,6 +202,27 @@ def _together(i: PlanInput) -> Iterator[Change]:
 # What is said
 
 
+def _above_the_model(inputs: PlanInput) -> CapacityError:
+    """A longer request than the model was made for. What works may be shorter still than the model's own length, or
+    take other changes as well."""
+    own = replace(inputs, max_model_len=inputs.model_max_len)
+    longest = Change({"max_model_len": inputs.model_max_len}, own)
+    change = first_that_fits(way for ways in ([longest], _length(own)) for way in ways)
+    if change is not None:
+        fields, hint = dict(change.fields), f"{change.text()}, or auto"
+    else:
+        refused = _refusal(replace(inputs, max_model_len=None))
+        fields = {"max_model_len": None, **refused.changes} if refused.changes else {}
+        hint = f"--max-model-len auto{'' if refused.changes else ' and'} {refused.hint}"
+    return CapacityError(
+        "--max-model-len is above what the model was made for",
+        have=f"{inputs.max_model_len} tokens",
+        need=f"at most {inputs.model_max_len} tokens",
+        hint=hint,
+        changes=fields,
+    )
+
+
 def _no_host_memory(inputs: PlanInput) -> CapacityError:
     """What is to be offloaded is more than host memory holds."""
     free = inputs.host_free or 0
@@ -302,7 +318,7 @@ def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
     if short and len(short) == len(held):
         hint += "; even " + ", ".join(short)
     return CapacityError(
-        f"max_model_len {asked} does not fit into the KV cache"
+        f"--max-model-len {asked} does not fit into the KV cache"
         if inputs.max_model_len
         else "the KV cache is too small",
         have=f"{fits} tokens ({format_bytes(have)}, {have} bytes)",

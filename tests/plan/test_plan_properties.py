@@ -133,6 +133,39 @@ def test_advice_that_is_taken_works(i: PlanInput, offload: int | None, slots: in
             assert e.hint is None or "memory" in e.hint or "a device with" in e.hint
 
 
+@CORE
+@given(inputs(), st.integers(1, 200_000))
+def test_a_length_above_the_models_own_is_answered_with_what_fits(i: PlanInput, more: int) -> None:
+    """With the longest that fits, where any does: one token more does not."""
+    i = dataclasses.replace(i, max_model_len=i.model_max_len + more)
+    with pytest.raises(CapacityError, match=r"^--max-model-len is above.*what would work: --max-model-len ") as caught:
+        plan(i)
+    changes = caught.value.changes
+    if attempt(dataclasses.replace(i, max_model_len=2)) is None:
+        assert changes.get("max_model_len") is None, "more has to change than the length"
+    else:
+        asked = changes["max_model_len"]
+        assert isinstance(asked, int) and set(changes) == {"max_model_len"}
+        assert f"--max-model-len {asked}, or auto" in str(caught.value)
+        assert attempt(dataclasses.replace(i, max_model_len=asked + 1)) is None
+    if changes:
+        plan(with_changes(i, changes))
+
+
+@CORE
+@given(inputs(), st.integers(70, 90))
+def test_a_kv_cache_that_is_too_large_is_answered_with_a_large_one(i: PlanInput, bits: int) -> None:
+    """No more than 3 % and two blocks below what is there; the smallest that would do is the control."""
+    i = dataclasses.replace(i, kv_cache_memory_bytes=1 << bits, max_model_len=None, offload=0)
+    least = dataclasses.replace(i, kv_cache_memory_bytes=i.needed_blocks * i.block_bytes)
+    assume(attempt(least) is not None)
+    with pytest.raises(CapacityError) as caught:
+        plan(i)
+    assert set(caught.value.changes) == {"kv_cache_memory_bytes"}
+    found, there = plan(with_changes(i, caught.value.changes)), i.budget - i.fixed
+    assert there * 0.968 - 2 * i.block_bytes <= found.kv_bytes <= there
+
+
 def test_offload_is_advised_where_nothing_else_helps(folders: Path) -> None:
     """Qwen2.5-32B AWQ on a T4. The smallest number is named: with a layer less it does not fit."""
     s = looked_at("Qwen2.5-32B", "awq", "t4", "fp8", folders / "large")
@@ -170,6 +203,8 @@ def test_what_no_flag_can_do_a_larger_device_can(i: PlanInput) -> None:
         assume(not e.changes and e.hint is not None and "a device with" in e.hint)
         size, unit = str(e.hint).split("a device with ")[1].split(",")[0].split()
         total = int((float(size) + 0.01) * {"MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}[unit])
+        if "--max-model-len auto and " in str(e.hint):
+            i = dataclasses.replace(i, max_model_len=None)
         plan(dataclasses.replace(i, total=total, free=total))
         with pytest.raises(CapacityError):
             plan(dataclasses.replace(i, total=int(total * 0.9), free=int(total * 0.9)))
