@@ -12,7 +12,7 @@ import torch
 from qengine.errors import ConfigError
 from qengine.plugin import AttentionSpec, KVDtype
 from qengine.plugin.discovery import load_plugin
-from qengine.runtime.kv_dtypes import Pair, asked_kv_dtypes
+from qengine.runtime.kv_dtypes import Pair, asked_kv_dtypes, scaled_kv_dtypes
 from qengine_calibration.attention_error import attention_error
 from qengine_calibration.kv_methods import GRANULARITIES, METHODS, Scaled, choose
 from qengine_calibration.observe import KVObserver
@@ -64,9 +64,7 @@ class KVOptions:
 
     def scaled(self, side: str) -> set[type[KVDtype]]:
         """Dtypes with scales that this side of any layer may get."""
-        asked = asked_kv_dtypes(self.kv_dtype)
-        names = {e.dtype for e in asked.entries if e.dtype in asked.dtypes and e.side in (None, side)}
-        return {plugin for plugin in map(_kv_plugin, names) if plugin.max_value is not None}
+        return scaled_kv_dtypes(asked_kv_dtypes(self.kv_dtype), side)
 
     def pair(self, index: int, spec: AttentionSpec) -> Pair:
         """The dtypes of layer `index`."""

@@ -9,11 +9,12 @@ from qengine.errors import ConfigError, UserError
 from qengine.models.registry import native_builder
 from qengine.plugin import CalibratedQuantizer, LinearSpec, WeightQuant
 from qengine.plugin.discovery import load_plugin
-from qengine.runtime.cache_dir import ELSEWHERE, cache_root, short_name
+from qengine.runtime.cache_dir import ELSEWHERE, cache_root, only_one, short_name
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.device import select_device
+from qengine.runtime.kv_beside import choose_sidecar, is_measured_for, own_folder
 from qengine.runtime.kv_dtypes import asked_kv_dtypes
-from qengine.runtime.kv_sidecar import read_sidecar
+from qengine.runtime.kv_sidecar import TENSORS
 from qengine.runtime.model_config import load_config
 from qengine.runtime.quant_select import DENSE
 from qengine.text.tokenizer import Tokenizer
@@ -65,7 +66,9 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None, kv_dt
             with bar("quantise") as tick:
                 quantize_checkpoint(folder, target, weights.quantizer, tick)
         else:
-            options = RunOptions(weights, _kv_options(kv_dtype), resume=True)
+            # A file beside the model counts for every map of its dtypes: one that leaves layers out has another place.
+            for_all = not any(e.is_exception for e in asked_kv_dtypes(kv_dtype).entries)
+            options = RunOptions(weights, _kv_options(kv_dtype) if for_all else None, resume=True)
             with bar("calibrate") as tick:
                 make_copy(folder, target, texts, options, say=say, tick=tick, elsewhere=ELSEWHERE)
         before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
@@ -76,22 +79,35 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None, kv_dt
 
 
 def prepared_kv_scales(folder: Path, kv_dtype: str, say: Say = lambda line: None, texts: Texts | None = None) -> None:
-    """Put KV scales beside a model that lies in the cache, unless it has some for this KV dtype or the dtype takes
-    none."""
+    """Put KV scales into a folder of a model that lies in the cache (see `own_folder`), unless it has some for this KV
+    dtype or the dtype takes none. Scales for other KV dtypes, and those beside the model, stay as they are."""
     options = _kv_options(kv_dtype)
     if options is None:
         return
     checkpoint = Checkpoint.open(folder)
-    try:
-        found = read_sidecar(None, checkpoint)
-    except UserError:
-        found = None  # of an earlier version, or cut off: made anew
-    if found is not None and all({p.name for p in options.scaled(side)} <= found.measured(side) for side in "kv"):
+    own = own_folder(folder, kv_dtype)
+    if _has_scales(checkpoint, kv_dtype):
         return
-    say(f"measuring scales for the {kv_dtype} KV cache (once)")
-    texts = texts or load_texts(None, Tokenizer.load(folder), length=fitting_length(folder))
-    with bar("KV scales") as tick:
-        make_kv_scales(folder, folder, texts, RunOptions(kv=options, resume=True), say=say, tick=tick)
+    # Held around the question, too: of two servers that start together, one measures.
+    with only_one(own / TENSORS, say):
+        if _has_scales(checkpoint, kv_dtype):
+            return
+        say(f"measuring scales for the {kv_dtype} KV cache (once)")
+        texts = texts or load_texts(None, Tokenizer.load(folder), length=fitting_length(folder))
+        with bar("KV scales") as tick:
+            make_kv_scales(folder, own, texts, RunOptions(kv=options, resume=True), say=say, tick=tick)
+
+
+def _has_scales(checkpoint: Checkpoint, kv_dtype: str) -> bool:
+    """Damaged ones, or those of an earlier version, are none."""
+    try:
+        found, _ = choose_sidecar(None, kv_dtype, checkpoint)
+    except UserError:
+        return False
+    if found is None:
+        return False
+    own = own_folder(checkpoint.folder, kv_dtype)
+    return found.path.parent == own or is_measured_for(found, asked_kv_dtypes(kv_dtype))
 
 
 def _kv_options(kv_dtype: str) -> KVOptions | None:

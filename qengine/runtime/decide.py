@@ -26,10 +26,10 @@ from qengine.runtime import report
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.described import DescribedSource
 from qengine.runtime.dummy_weights import dummy_source
+from qengine.runtime.kv_beside import choose_sidecar
 from qengine.runtime.kv_cache import layer_layouts
 from qengine.runtime.kv_dtypes import KVDtypes, asked_kv_dtypes, choose_kv_dtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
-from qengine.runtime.kv_sidecar import read_sidecar
 from qengine.runtime.loader import LoadPlan, resolve
 from qengine.runtime.machine import Machine, this_machine
 from qengine.runtime.model_config import load_config
@@ -170,10 +170,14 @@ def look_at(
         source = DescribedSource(model.leaves, choice.quant, checkpoint.dtype)
     elif dummy:
         source = dummy_source(model.leaves, choice.quant, checkpoint.quant, dtype, config.seed, machine.device)
-    sidecar = None if dummy or described else read_sidecar(config.kv_scales, checkpoint)
+    if dummy or described:
+        sidecar, passed_over = None, list[str]()
+    else:
+        sidecar, passed_over = choose_sidecar(config.kv_scales, config.kv_cache_dtype, checkpoint)
     kv = choose_kv_dtypes(asked, model.attention, sidecar)
     stored = checkpoint.quant.config if checkpoint.quant else None
     scales = resolve_kv_scales(source, model.attention, kv, stored, sidecar)
+    scales.notes += passed_over
 
     def rebuild(model: Model, compact: bool) -> LoadPlan:
         return resolve(

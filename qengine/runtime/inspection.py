@@ -23,9 +23,10 @@ from qengine.runtime import report
 from qengine.runtime.decide import Built, decide
 from qengine.runtime.device_matrix import Answer, Target, kv_answers, kv_plugins, scheme_answers, targets
 from qengine.runtime.header_checkpoint import HeaderCheckpoint
+from qengine.runtime.kv_beside import choose_sidecar
 from qengine.runtime.kv_dtypes import KVDtypes, asked_kv_dtypes, block_bytes_line, choose_kv_dtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
-from qengine.runtime.kv_sidecar import read_sidecar
+from qengine.runtime.kv_sidecar import KVSidecar
 from qengine.runtime.model_config import load_config
 from qengine.runtime.model_texts import ModelTexts
 from qengine.runtime.quant_select import DENSE, QuantChoice, select_quant
@@ -214,22 +215,34 @@ def _compare(out: Inspection, checkpoint: HeaderCheckpoint, found: Survey) -> No
 def _scales(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint, model: Model) -> ResolvedScales:
     """The KV scales for the chosen KV dtype; the report shows those that a dtype with scales would get."""
     settings = checkpoint.quant.config if checkpoint.quant else None
-    sidecar = read_sidecar(config.kv_scales, checkpoint)
+    sidecar = _sidecar(out, config, checkpoint)
     kv_map = asked_kv_dtypes(config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     chosen = choose_kv_dtypes(kv_map, model.attention, sidecar)
     before = len(checkpoint.wanted)
     taking = chosen if chosen.scaled else _with_scales(model)
     if taking is not None:
         try:
-            shown = resolve_kv_scales(checkpoint, model.attention, taking, settings, sidecar)
-            for name, own in shown.scales.items():
-                out.kv_scales.setdefault(own.source, []).append(name)
+            own = sidecar if chosen.scaled else choose_sidecar(config.kv_scales, taking.name, checkpoint)[0]
+            shown = resolve_kv_scales(checkpoint, model.attention, taking, settings, own)
+            for name, found in shown.scales.items():
+                out.kv_scales.setdefault(found.source, []).append(name)
             out.kv_notes += shown.notes + shown.warnings
-        except CheckpointError as e:
+        except UserError as e:
             out.kv_notes.append(f"--kv-dtype {taking.name} is refused: {e}")
     if asked := checkpoint.wanted[before:]:
         out.unchecked.append(f"values of {len(asked)} KV scales and zero points: finite, positive, symmetric, agreeing")
     return resolve_kv_scales(checkpoint, model.attention, chosen, settings, sidecar)
+
+
+def _sidecar(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint) -> KVSidecar | None:
+    """A fault of the calibration file hides none of the model."""
+    try:
+        sidecar, notes = choose_sidecar(config.kv_scales, config.kv_cache_dtype, checkpoint)
+    except UserError as e:
+        out.problem(e)
+        return None
+    out.kv_notes += notes
+    return sidecar
 
 
 def _with_scales(model: Model) -> KVDtypes | None:

@@ -109,6 +109,13 @@ def asked_kv_dtypes(kv_cache_dtype: str, skip: str | None = None) -> KVMap:
     return asked
 
 
+def scaled_kv_dtypes(asked: KVMap, side: str) -> set[type[KVDtype]]:
+    """Dtypes with scales that this side ("k" or "v") of any layer may get."""
+    named = set(asked.dtypes)
+    plugins = {load_plugin("kv", e.dtype) for e in asked.entries if e.dtype in named and e.side in (None, side)}
+    return {plugin for plugin in plugins if plugin.max_value is not None}
+
+
 def block_bytes_line(layouts: Sequence[KVLayout]) -> str:
     """Bytes of one token over all layers, and by layer where they differ."""
     by_size: dict[int, list[int]] = {}

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, ConfigError
 from qengine.plugin import KVDtype, TensorInfo
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.checkpoint_writer import write_json, write_safetensors
 from qengine.runtime.safetensors_file import FileHeader, read_header, read_tensor
 
 TENSORS, FACTS = "kv_scales.safetensors", "kv_scales.json"
+PAIR = f"{TENSORS} and {FACTS}"
 FORMAT = "qengine kv scales 1"
 SAMPLES, SAMPLE_BYTES = 64, 1024
 """Of each weight file, so much is hashed at evenly spread places."""
@@ -108,18 +109,16 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
     """The calibration file in `place` (a folder, or one of the two files), or beside the model where `place` is None;
     None when there is none beside it.
 
-    Raises CheckpointError when a file that was named is missing, when the pair is damaged, or when it was made for
-    another model.
+    Raises ConfigError when `place` is no such place, CheckpointError when one of the files is missing, when the pair is
+    damaged, or when it was made for another model.
     """
-    folder = checkpoint.folder if place is None else Path(place)
-    if folder.name in (TENSORS, FACTS):
-        folder = folder.parent
+    folder = checkpoint.folder if place is None else _named_folder(Path(place))
     path, about = folder / TENSORS, folder / FACTS
     if not path.is_file() or not about.is_file():
         if place is None and not path.is_file():
             return None
         gone = TENSORS if not path.is_file() else FACTS
-        raise CheckpointError(f"KV scales: {folder} holds no {gone}", need=f"{TENSORS} and {FACTS}", hint=AGAIN)
+        raise CheckpointError(f"KV scales: {folder} holds no {gone}", need=PAIR, hint=AGAIN)
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -136,6 +135,18 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
         )  # fmt: skip
     header = read_header(path)
     return KVSidecar(path, facts, header, header.tensors)
+
+
+def _named_folder(place: Path) -> Path:
+    """The folder that --kv-scales names, itself or by one of the two files. Raises ConfigError where it is neither."""
+    folder = place.parent if place.name in (TENSORS, FACTS) else place
+    if not folder.exists() or (folder == place and not place.is_dir()):
+        have = "a file of another name" if place.exists() else "no such path"
+        raise ConfigError(
+            f"--kv-scales {place}", have=have, need=f"a folder with {PAIR}, or one of these files",
+            hint="the folder that `qengine calibrate MODEL --kv-dtype fp8 --out FOLDER` wrote, or no --kv-scales",
+        )  # fmt: skip
+    return folder
 
 
 def write_sidecar(

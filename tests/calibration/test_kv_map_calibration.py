@@ -14,11 +14,10 @@ from qengine.cli.main import main
 from qengine.config import EngineConfig
 from qengine.errors import ConfigError
 from qengine.runtime.decide import Built, decide
-from qengine.runtime.kv_sidecar import FACTS, TENSORS
+from qengine.runtime.kv_sidecar import TENSORS
 from qengine_calibration import damage_report
 from qengine_calibration.kv_scales import KVOptions
 from qengine_calibration.make import make_copy, make_kv_scales
-from qengine_calibration.prepared import prepared_kv_scales
 from qengine_calibration.run import RunOptions
 from qengine_calibration.texts import Texts
 from toy_models import VOCAB, make_tiny
@@ -101,19 +100,6 @@ def test_what_cannot_be_asked_for(tiny: Path, texts: Texts, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="for an e4m3 cache, not auto"):
         wanted = RunOptions(kv=KVOptions("k=fp8,v=auto"), device="cpu")
         make_copy(tiny, tmp_path / "copy", texts, wanted, embed=True)
-
-
-def test_scales_in_the_cache_are_measured_again_for_a_wider_map(
-    tiny: Path, texts: Texts, tmp_path: Path
-) -> None:
-    folder = make_tiny(tmp_path / "model")
-    for kv_dtype, again in (
-        ("k=fp8,v=auto", True), ("k=fp8_e4m3,v=auto", False), ("fp8", True), ("k=fp8,v=auto", False), ("auto", False),
-        ("k=fp8,v=fp8_e5m2", True),
-    ):  # fmt: skip
-        before = (folder / FACTS).stat().st_mtime_ns if (folder / FACTS).exists() else 0
-        prepared_kv_scales(folder, kv_dtype, texts=texts)
-        assert ((folder / FACTS).stat().st_mtime_ns != before) == again, kv_dtype
 
 
 def test_from_the_command_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
