@@ -69,7 +69,8 @@ def compare(
     """Every need must be met by a tensor of the right shape and dtype; every tensor must be needed, `consumed` by
     somebody else (KV scales) or known to be harmless, else it is `extra`."""
     result = Balance()
-    missing: dict[str, None] = {}  # in order, each once
+    missing: dict[str, None] = {}  # in order, each once, as a tied tensor is needed twice
+    wrong: dict[str, None] = {}
     for name, need in needs:
         info = provided.get(name)
         if info is None:
@@ -78,8 +79,8 @@ def compare(
             continue
         result.take.add(name)
         if problem := _mismatch(info, need):
-            result.wrong.append(f"{name}: {problem}")
-    result.missing = list(missing)
+            wrong[f"{name}: {problem}"] = None
+    result.missing, result.wrong = list(missing), list(wrong)
     result.untouched = [n for n in provided if n not in result.take and n not in consumed]
     for name in result.untouched:
         meaning = _harmless(provided[name])

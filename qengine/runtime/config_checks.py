@@ -14,10 +14,11 @@ from qengine.errors import CheckpointError
 from qengine.plugin import TensorInfo
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 COUNTS: dict[str, int] = {
     **dict.fromkeys(LAYERS, 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim"), 1 << 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    **dict.fromkeys(EXPERTS, 1 << 14),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "ffn_dim"), 1 << 24),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 24),
     "vocab_size": 1 << 28,

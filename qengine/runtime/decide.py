@@ -181,10 +181,12 @@ def look_at(
 
     def rebuild(model: Model, compact: bool) -> LoadPlan:
         return resolve(
-            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed, compact=compact,
-            rounded_head=config.lm_head_int8,
+            model.leaves, source, choice.quant, choice.dense, info, dtype, consumed=scales.consumed,
+            about=checkpoint, compact=compact, rounded_head=config.lm_head_int8,
         )  # fmt: skip
 
     load_plan = rebuild(model, False)
+    if load_plan.unquantised:
+        choice = choice.over_plain_weights()
     numbers = WeightNumbers.of(model, load_plan, dtype, info, config)
     return Surveyed(config, machine, dtype, reason, choice, checkpoint, model, load_plan, kv, scales, rebuild, numbers)

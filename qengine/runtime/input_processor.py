@@ -84,9 +84,9 @@ class InputProcessor:
                 texts.tokenizer.vocab_size,
                 engine.vocab_size,
             )
-        facts = ModelFacts(
-            engine.vocab_size, engine.max_model_len, texts.eos_token_ids, texts.defaults, engine.model_context
-        )
+        # Ids that no token has (the start-up report names them) must not reach the logits.
+        ends = tuple(end for end in texts.eos_token_ids if 0 <= end < engine.vocab_size)
+        facts = ModelFacts(engine.vocab_size, engine.max_model_len, ends, texts.defaults, engine.model_context)
         return cls(texts.tokenizer, facts)
 
     def default_params(self, **given: Any) -> SamplingParams:

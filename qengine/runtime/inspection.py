@@ -27,8 +27,8 @@ from qengine.runtime.kv_beside import choose_sidecar
 from qengine.runtime.kv_dtypes import KVDtypes, asked_kv_dtypes, block_bytes_line, choose_kv_dtypes
 from qengine.runtime.kv_scales import ResolvedScales, resolve_kv_scales
 from qengine.runtime.kv_sidecar import KVSidecar
-from qengine.runtime.model_config import load_config
-from qengine.runtime.model_texts import ModelTexts
+from qengine.runtime.model_config import config_doubts, load_config
+from qengine.runtime.model_texts import ModelTexts, read_settings
 from qengine.runtime.quant_select import DENSE, QuantChoice, select_quant
 from qengine.runtime.safetensors_file import tensor_bytes
 from qengine.runtime.survey import Survey, survey
@@ -140,7 +140,13 @@ def _copy(out: Inspection, asked: str | None, checkpoint: HeaderCheckpoint) -> N
 
 
 def _texts(out: Inspection, config: EngineConfig) -> None:
-    """A tokenizer can be given beside the model, so its lack is a note."""
+    """A tokenizer can be given beside the model, so its lack is a note; what the model's own files say of texts cannot
+    be replaced."""
+    try:
+        read_settings(config.model or "")
+    except UserError as e:
+        out.problem(e)
+        return
     folder = config.tokenizer or config.model
     if folder is None or not Path(folder).is_dir():
         return
@@ -167,11 +173,13 @@ def _model(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint, 
     """Build the model for a GPU and for a CPU, and compare each linear and tensor with the headers."""
     known = len(checkpoint.notes)
     hf = load_config(checkpoint, trust_remote_code=config.trust_remote_code)
+    doubts = config_doubts(hf, checkpoint)
+    out.notes += doubts
     tied = list(checkpoint.wanted)
     if tied:
         out.unchecked.append(f"whether {' and '.join(tied)} are equal: assumed, as config.json says")
     else:
-        out.notes += checkpoint.notes[known:]
+        out.notes += [note for note in checkpoint.notes[known:] if note not in doubts]
     devices = targets(config.dtype, checkpoint.dtype)
     usable = [d for d in devices if d.dtype is not None]
     if not usable:
@@ -185,9 +193,11 @@ def _model(out: Inspection, config: EngineConfig, checkpoint: HeaderCheckpoint, 
         model = _build(hf, config, device[0])
         if found is None:
             scales = _scales(out, config, checkpoint, model)
-        found = survey(model.leaves, checkpoint, choice.quant, choice.dense, scales.consumed)
+        found = survey(model.leaves, checkpoint, choice.quant, choice.dense, scales.consumed, checkpoint)
         _sizes(out, checkpoint, model.leaves, found, kind, device[0])
     assert found is not None
+    if found.unquantised:
+        out.format = choice.over_plain_weights().reason
     _compare(out, checkpoint, found)
     out.modules = module_groups(model.leaves, found)
     out.kernels = scheme_answers(found.schemes.values(), devices)

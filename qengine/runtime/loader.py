@@ -19,6 +19,7 @@ from qengine.layers.linear import Linear
 from qengine.layers.module import Leaf
 from qengine.plugin import DeviceInfo, LinearScheme, WeightQuant
 from qengine.runtime.accounting import first_names
+from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.host_memory import Trimmer
 from qengine.runtime.kernel_choice import prefer_kernels
 from qengine.runtime.offload_store import OffloadStore
@@ -31,7 +32,8 @@ Progress = Callable[[int, int, str], None]
 @dataclass
 class LoadPlan:
     """What will be loaded. `order` holds each leaf with the tensors it takes, in file order; `bytes_by_format` what
-    stays resident; `schemes` the format of every linear by checkpoint name. Pure: nothing has been read yet."""
+    stays resident; `schemes` the format of every linear by checkpoint name; `unquantised`: all are 16-bit, and the
+    checkpoint's config says otherwise. Pure: nothing has been read yet."""
 
     source: TensorSource
     info: DeviceInfo
@@ -40,6 +42,7 @@ class LoadPlan:
     schemes: dict[str, str]
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unquantised: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -71,18 +74,19 @@ def resolve(
     dtype: torch.dtype,
     *,
     consumed: Collection[str] = (),
+    about: Checkpoint | None = None,
     compact: bool = False,
     rounded_head: bool = False,
 ) -> LoadPlan:
     """Give every linear its schemes and check everything that headers can tell.
 
     `quant` is asked first, then `dense`; each decides from the tensors that are there. `consumed` names tensors that
-    somebody else reads (KV scales). `compact` takes the variants that keep fewer bytes and are slower; without it,
-    `rounded_head` takes the output layer's variant that is faster for few rows, if weights are quantised. Raises
-    CheckpointError for missing, wrong or contradictory tensors and CapabilityError for a format that this device
-    cannot run.
+    somebody else reads (KV scales); `about` is the checkpoint whose config is held against the tensors. `compact` takes
+    the variants that keep fewer bytes and are slower; without it, `rounded_head` takes the output layer's variant that
+    is faster for few rows, if weights are quantised. Raises CheckpointError for missing, wrong or contradictory tensors
+    and CapabilityError for a format that this device cannot run.
     """
-    found = survey(leaves, source, quant, dense, consumed)
+    found = survey(leaves, source, quant, dense, consumed, about)
     if problems := found.problems():
         raise problems[0]
     if compact:
@@ -105,7 +109,7 @@ def resolve(
         total.update(leaf.resident_bytes(info))
     order = _file_order(leaves, source, found.books.take)
     formats = {name: scheme.format for name, scheme in found.schemes.items()}
-    return LoadPlan(source, info, order, dict(total), formats, notes, warnings)
+    return LoadPlan(source, info, order, dict(total), formats, notes, warnings, bool(found.unquantised))
 
 
 def _capability_notes(schemes: Mapping[str, LinearScheme], info: DeviceInfo, dtype: torch.dtype) -> list[str]:

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qengine.errors import CheckpointError
+from qengine.errors import CheckpointError, UserError
 from qengine.runtime.checkpoint import Checkpoint
 from qengine.runtime.config_checks import check_sizes
 from qengine.runtime.expert_layout import settle_experts
+from qengine.runtime.model_texts import read_settings
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 HEAD = "lm_head."
@@ -38,7 +40,45 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
             hint="a model type that the installed transformers knows" if str(kind) not in CONFIG_MAPPING else None,
         ) from e
     checkpoint.notes += settle_tied(config, checkpoint) + settle_experts(config, checkpoint)
+    checkpoint.notes += config_doubts(config, checkpoint)
     return config
+
+
+def config_doubts(config: PretrainedConfig, checkpoint: Checkpoint) -> list[str]:
+    """What config.json and generation_config.json say that cannot be meant, and how it is read."""
+    return [*_odd_architecture(config, checkpoint), *_odd_ends(config, checkpoint)]
+
+
+def _odd_architecture(config: PretrainedConfig, checkpoint: Checkpoint) -> list[str]:
+    """model_type decides which code runs; the name beside it may be another model's. A model with code of its own may
+    call itself anything."""
+    stated = getattr(config, "architectures", None) or []
+    stated = [stated] if isinstance(stated, str) else list(stated)
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    known = [usual] if isinstance(usual, str) else list(usual or ())
+    if not stated or not known or "auto_map" in checkpoint.raw_config or any(name in known for name in stated):
+        return []
+    return [
+        f"WARNING: config.json's architectures says {', '.join(map(str, stated))}, which is no {config.model_type} "
+        f"({' or '.join(known)}): read as model_type {config.model_type}"
+    ]
+
+
+def _odd_ends(config: PretrainedConfig, checkpoint: Checkpoint) -> list[str]:
+    """End-of-sequence ids that no token has. Files that cannot be read are refused by those who need them."""
+    size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
+    if type(size) is not int:
+        return []
+    try:
+        ends, _ = read_settings(checkpoint.folder)
+    except UserError:
+        return []
+    return [
+        f"WARNING: eos_token_id {end} (config.json, generation_config.json) is no token of this model, which has ids "
+        f"0..{size - 1}: it ends no text"
+        for end in ends
+        if not 0 <= end < size
+    ]
 
 
 def settle_tied(config: Any, checkpoint: Checkpoint) -> list[str]:

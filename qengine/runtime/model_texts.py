@@ -36,13 +36,22 @@ class ModelTexts:
     ) -> ModelTexts:
         """From local folders; the tokenizer's is the model's unless given. Raises CheckpointError or ConfigError."""
         tokenizer = Tokenizer.load(tokenizer_folder or model_folder, trust_remote_code, chat_template=chat_template)
-        config, generation = (_json(Path(model_folder, n)) for n in ("config.json", "generation_config.json"))
-        defaults = default_sampling(generation)
-        try:
-            checked_sampling(SamplingParams(**{"max_tokens": None, **defaults}))
-        except RequestError as e:
-            raise CheckpointError(f"generation_config.json: {e}", hint="mend the file or take it away") from e
-        return cls(tokenizer, eos_ids(config, generation, tokenizer), defaults)
+        ends, defaults = read_settings(model_folder)
+        if tokenizer.eos_id is not None:
+            ends = tuple(sorted({*ends, tokenizer.eos_id}))
+        return cls(tokenizer, ends, defaults)
+
+
+def read_settings(model_folder: str | Path) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """What no other tokenizer changes: end-of-sequence ids by config.json and generation_config.json, and the sampling
+    defaults. Raises CheckpointError."""
+    config, generation = (_json(Path(model_folder, n)) for n in ("config.json", "generation_config.json"))
+    defaults = default_sampling(generation)
+    try:
+        checked_sampling(SamplingParams(**{"max_tokens": None, **defaults}))
+    except RequestError as e:
+        raise CheckpointError(f"generation_config.json: {e}", hint="mend the file or take it away") from e
+    return eos_ids(config, generation), defaults
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qengine.errors import CheckpointError, ConfigError, PluginError
@@ -25,6 +25,10 @@ class QuantChoice:
     quant: WeightQuant | None
     dense: WeightQuant
     reason: str
+
+    def over_plain_weights(self) -> QuantChoice:
+        """The same where what the config calls quantised turned out to be stored in 16 bits."""
+        return replace(self, reason=f"16-bit, against what the config says ({self.reason})")
 
 
 def _load(name: str) -> type[WeightQuant]:

@@ -22,6 +22,7 @@ import torch
 
 from qengine.errors import CheckpointError
 from qengine.plugin import TensorInfo
+from qengine.runtime.weight_files import LFS_POINTER, not_fetched
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -75,6 +76,9 @@ def read_header(path: Path) -> FileHeader:
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
+            if f.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise not_fetched(path)
+            f.seek(0)
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
                 raise _damaged(path, f"its header of {length} bytes does not fit into {size} bytes")

@@ -17,6 +17,9 @@ from qengine.layers.linear import Linear
 from qengine.layers.module import FLOAT_CODES, Leaf
 from qengine.plugin import LinearScheme, LinearSpec, TensorInfo, WeightQuant
 from qengine.runtime.accounting import Balance, compare, first_names
+from qengine.runtime.checkpoint import Checkpoint
+from qengine.runtime.described import stays_dense
+from qengine.runtime.surplus import surplus
 
 
 class TensorSource(Protocol):
@@ -33,7 +36,8 @@ class TensorSource(Protocol):
 class Survey:
     """`schemes` by checkpoint name; `quantised`: names of those that are not 16-bit; `refused`: why a linear
     or embedding cannot be read; `unread`: why a tensor that no module takes must not be ignored; `extra`: tensors that
-    nothing uses; biases that the architecture does not have, zero or not."""
+    nothing uses; biases that the architecture does not have, zero or not; `surplus`: what the config does not count;
+    `unquantised`: what the config calls quantised and is all stored in 16 bits, empty where it is not so."""
 
     schemes: dict[str, LinearScheme] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -43,6 +47,8 @@ class Survey:
     extra: list[str] = field(default_factory=list)
     zero_biases: list[str] = field(default_factory=list)
     odd_biases: list[str] = field(default_factory=list)
+    surplus: list[CheckpointError] = field(default_factory=list)
+    unquantised: str = ""
 
     def problems(self) -> list[CheckpointError]:
         """All that keeps the checkpoint from being served, each with its list of names."""
@@ -52,6 +58,7 @@ class Survey:
         elif self.refused:
             reasons = grouped(self.refused.items())
             out.append(CheckpointError(f"{len(self.refused)} modules cannot be read: {first_names(reasons, 3)}"))
+        out += self.surplus  # before the books: it tells why a router's shape is wrong, too
         if error := self.books.error():
             out.append(error)
         for reason in grouped(self.unread.items(), "tensor"):
@@ -68,7 +75,8 @@ class Survey:
 
     def contradictions(self) -> list[str]:
         """Where config and headers disagree and a reading is still certain."""
-        return grouped((name, text) for name, scheme in self.schemes.items() for text in scheme.notes)
+        notes = grouped((name, text) for name, scheme in self.schemes.items() for text in scheme.notes)
+        return [self.unquantised, *notes] if self.unquantised else notes
 
 
 def survey(
@@ -77,11 +85,12 @@ def survey(
     quant: WeightQuant | None,
     dense: WeightQuant,
     consumed: Collection[str] = (),
+    about: Checkpoint | None = None,
 ) -> Survey:
     """Give every linear its schemes and balance all needs against the checkpoint; raises nothing for its faults.
 
     `quant` is asked first, then `dense`; each decides from the tensors that are there. `consumed` names tensors that
-    somebody else reads (KV scales).
+    somebody else reads (KV scales); `about` is the checkpoint whose config.json the tensors are held against.
     """
     out = Survey()
     modules = _by_module(source.tensors)
@@ -91,7 +100,7 @@ def survey(
         if isinstance(leaf, Embedding) and (reason := quantised_embedding(leaf, modules.get(leaf.name, {}))):
             out.refused[leaf.name] = reason
     for leaf in leaves:
-        own = [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else [leaf.name]
+        own = _names(leaf)
         readable = not out.refused.keys() & own  # a tied head has its embedding's name
         if isinstance(leaf, Linear) and readable:
             readable = _resolved(out, leaf, modules, quant, dense)
@@ -100,8 +109,27 @@ def survey(
         else:
             taken |= {info.name for name in own for info in modules.get(name, {}).values()}
     out.books = compare((need for leaf in needs for need in leaf.needs()), source.tensors, taken)
-    biases = {f"{spec.name}.bias" for leaf in leaves if isinstance(leaf, Linear) for spec in leaf.specs}
+    out.unquantised = unquantised(out, leaves, source, quant, about)
+    _sort_extra(out, leaves, source, quant, about)
+    return out
+
+
+def _sort_extra(
+    out: Survey,
+    leaves: Sequence[Leaf],
+    source: TensorSource,
+    quant: WeightQuant | None,
+    about: Checkpoint | None,
+) -> None:
+    """What becomes of each tensor that no module takes."""
+    modules = {name for leaf in leaves for name in _names(leaf)}
+    beyond = surplus(out.books.extra, source.tensors, modules, about.raw_config if about is not None else {})
+    out.surplus = beyond.errors
+    out.books.notes += beyond.notes
+    biases = {f"{name}.bias" for name in modules}
     for name in out.books.extra:
+        if name in beyond.needless:
+            continue
         if name in biases:
             # Some quantisers write zero biases; anything else means that the config describes another model.
             (out.odd_biases if source.read(name).count_nonzero() else out.zero_biases).append(name)
@@ -109,7 +137,45 @@ def survey(
             out.unread[name] = reason
         else:
             out.extra.append(name)
-    return out
+
+
+def _names(leaf: Leaf) -> list[str]:
+    """The modules of a leaf by checkpoint name."""
+    return [spec.name for spec in leaf.specs] if isinstance(leaf, Linear) else [leaf.name]
+
+
+def unquantised(
+    found: Survey,
+    leaves: Sequence[Leaf],
+    source: TensorSource,
+    quant: WeightQuant | None,
+    about: Checkpoint | None,
+) -> str:
+    """The contradiction of a quantization_config over plain weights. What the tensors are is certain, so they are read
+    as that. None ("") where the config itself leaves every linear in 16 bits, or is about the KV cache alone."""
+    if quant is None or about is None or about.quant is None or found.quantised or found.refused:
+        return ""
+    tables = {leaf.name for leaf in leaves if isinstance(leaf, Embedding)}
+    covered = [
+        spec
+        for leaf in leaves
+        if isinstance(leaf, Linear)
+        for spec in leaf.specs
+        if not stays_dense(leaf, spec, tables) and f"{spec.name}.weight" in source.tensors and _covers(quant, spec)
+    ]
+    if not covered:
+        return ""
+    return (
+        f"{about.quant.source} says {about.quant.method}, but the file holds plain 16-bit weights in all "
+        f"{len(covered)} linears that it is about: they are read as that, and take 16 bits of memory each"
+    )
+
+
+def _covers(quant: WeightQuant, spec: LinearSpec) -> bool:
+    try:
+        return quant.expected(spec) is not None
+    except (NotImplementedError, ValueError):
+        return True  # a config that does not tell leaves nothing out
 
 
 def quantised_embedding(leaf: Embedding, tensors: Mapping[str, TensorInfo]) -> str | None:

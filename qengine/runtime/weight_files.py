@@ -18,6 +18,8 @@ from qengine.runtime.accounting import first_names
 
 UNFINISHED = "this looks like an unfinished download; fetch the model again"
 LONGEST_NAME = 255
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with that Git LFS has not fetched yet (https://github.com/git-lfs/git-lfs, docs/spec.md)."""
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})(?P<suffix>\.\w+)")
 
 
@@ -116,10 +118,22 @@ def _is_file_name(value: object) -> bool:
     return value not in (".", "..") and value.isprintable() and not set(value) & set("/\\")
 
 
+def not_fetched(path: Path) -> CheckpointError:
+    """For a file that begins with `LFS_POINTER`."""
+    return CheckpointError(
+        f"{path.name} is a Git LFS pointer, a few lines of text that stand for the file",
+        have=f"{path.stat().st_size} bytes",
+        hint="`git lfs pull` in the folder, or a download of the file itself",
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError for a file that cannot be read or holds anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        if raw.startswith(LFS_POINTER):
+            raise not_fetched(path)
+        value = json.loads(raw.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path.name} cannot be read: {str(e)[:200]}", hint=UNFINISHED) from e
     if not isinstance(value, dict):

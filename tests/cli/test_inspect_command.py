@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from awq_files import make_awq
+from load_model import plan_folder
 from qengine.cli.main import main
+from qengine.errors import CheckpointError
 from qengine.runtime import checkpoint, safetensors_file
-from toy_models import llama_config, make_bytetok, make_tiny, make_tiny_awq, write_json
+from qengine.runtime.model_texts import ModelTexts
+from toy_models import awq_config, llama_config, make_bytetok, make_tiny, make_tiny_awq, write_json
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -159,6 +163,69 @@ def test_what_serving_would_make_or_refuse(tmp_path: Path, capsys: Capture) -> N
     assert "makes a copy with awq" in inspect(capsys, str(tmp_path), "--quant", "awq")["Notes"][0]
     found = inspect(capsys, str(tmp_path), "--quant", "compressed-tensors", code=1)
     assert "compressed-tensors weights cannot be made from this 16-bit checkpoint" in found["Problems"][0]
+
+
+@pytest.mark.parametrize("text", ["{bad", '{"temperature": -1}', '{"eos_token_id": "x"}'])
+def test_another_tokenizer_does_not_mend_generation_config(text: str, tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    for more in ([], ["--tokenizer", str(tmp_path)]):
+        found = inspect(capsys, str(tmp_path), *more, "--device", "cpu", code=1)
+        assert len(found["Problems"]) == 1 and found[""][-1] == "It could not be served: 1 problem(s)."
+    with pytest.raises(CheckpointError) as e:  # what serving says
+        ModelTexts.read(tmp_path)
+    assert found["Problems"] == [str(e.value)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_config_that_cannot_be_meant_is_told(tied: bool, tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path)
+    fine = llama_config(tie_word_embeddings=tied)
+    write_json(tmp_path / "config.json", fine)
+    told = "WARNING: config.json's architectures says BananaForCausalLM, which is no llama (LlamaForCausalLM): read as"
+    ends = "WARNING: eos_token_id 1000000000 (config.json, generation_config.json) is no token of this model"
+    notes = "\n".join(inspect(capsys, str(tmp_path), "--device", "cpu").get("Notes", []))
+    assert "WARNING" not in notes
+    write_json(tmp_path / "config.json", fine | {"architectures": ["BananaForCausalLM"], "eos_token_id": 10**9})
+    notes = "\n".join(inspect(capsys, str(tmp_path), "--device", "cpu")["Notes"])
+    assert notes.count(told) == 1 and notes.count(ends) == 1 and "ids 0..319" in notes
+
+
+def test_a_layer_that_config_json_does_not_count(tmp_path: Path, capsys: Capture) -> None:
+    make_tiny(tmp_path)
+    write_json(tmp_path / "config.json", llama_config(num_hidden_layers=1))
+    found = inspect(capsys, str(tmp_path), "--device", "cpu", code=1)
+    assert len(found["In the file and not used"]) == 9
+    assert "have: num_hidden_layers 1, the file has model.layers.0..1" in found["Problems"][0]
+
+
+FP8: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CT_KV: dict[str, object] = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
+
+
+@pytest.mark.parametrize("quant", [awq_config(64), FP8], ids=["awq", "fp8"])
+def test_plain_weights_under_a_quantisation_config(
+    quant: dict[str, object], tmp_path: Path, capsys: Capture
+) -> None:
+    make_tiny(tmp_path, quantization_config=quant)
+    found = inspect(capsys, str(tmp_path), "--device", "cpu")
+    method = quant["quant_method"]
+    (line,) = found["Config against tensors"]
+    assert line.startswith(f"config.json quantization_config says {method}, but the file holds plain 16-bit weights in")
+    assert f"all {2 * 7} linears" in line and found[""][1].startswith("Type: llama; weights: 16-bit, against what the")
+    plan = plan_folder(tmp_path)[1]
+    assert plan.warnings == [line] and plan.unquantised
+
+
+@pytest.mark.parametrize(
+    "quant", [{**awq_config(64), "modules_to_not_convert": ["model.layers"]}, CT_KV], ids=["all left out", "KV alone"]
+)
+def test_a_config_that_leaves_all_in_16_bits_is_none(
+    quant: dict[str, object], tmp_path: Path, capsys: Capture
+) -> None:
+    make_tiny(tmp_path, quantization_config=quant)
+    found = inspect(capsys, str(tmp_path), "--device", "cpu")
+    assert "Config against tensors" not in found and "16-bit" not in found[""][1]
 
 
 def test_a_model_without_tokenizer_is_told(tmp_path: Path, capsys: Capture) -> None:

@@ -36,6 +36,11 @@ def test_a_missing_name_counts_once() -> None:
         balance([("tied.weight", need()), ("tied.weight", need())], {})
 
 
+def test_a_wrong_tensor_counts_once() -> None:
+    with pytest.raises(CheckpointError, match=r"^1 tensor\(s\) do not fit the model: tied.weight: have F16 5x8"):
+        balance([("tied.weight", need()), ("tied.weight", need())], infos("tied.weight", shape=(5, 8)))
+
+
 def test_optional_tensors_may_be_missing() -> None:
     assert balance([("a.g_idx", need("g_idx", required=False))], {}).take == set()
 

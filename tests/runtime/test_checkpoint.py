@@ -55,6 +55,17 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, code: str) -> None:
     assert torch.equal(read.view(torch.uint8).flatten(), raw)
 
 
+@pytest.mark.parametrize("name", [SHARD_1, "config.json", INDEX])
+def test_a_git_lfs_pointer_is_called_one(sharded: Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4370000000\n"
+    (sharded / name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=rf"^{name} is a Git LFS pointer.*git lfs pull"):
+        Checkpoint.open(sharded)
+    (sharded / name).write_text(pointer[1:])  # control: not every text is one
+    with pytest.raises(CheckpointError, match=f"^{name} (is damaged|cannot be read)"):
+        Checkpoint.open(sharded)
+
+
 def test_missing_shard(sharded: Path) -> None:
     """C11 (a)."""
     gone = list(load_file(sharded / SHARD_2))

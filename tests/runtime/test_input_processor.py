@@ -269,7 +269,8 @@ def test_prompt_list_refuses(prompt: Any) -> None:
 def test_a_running_engine_gives_eos_and_defaults(tmp_path: Path) -> None:
     make_bytetok(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-    generation = {"eos_token_id": [300, EOS], "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9}
+    ends = [300, EOS, 10**9, -1]  # the last two are no tokens
+    generation = {"eos_token_id": ends, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     facts = EngineFacts(
         model_folder=str(tmp_path),

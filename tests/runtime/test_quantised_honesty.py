@@ -134,11 +134,11 @@ def test_the_config_has_a_layer_too_many(case: tuple[Path, Format]) -> None:
     assert len(set(re.findall(r"model\.layers\.2\.[a-z_.]+", text))) == 9
 
 
-def test_a_layer_too_many_in_the_file_is_a_warning(case: tuple[Path, Format]) -> None:
+def test_a_layer_too_many_in_the_file(case: tuple[Path, Format]) -> None:
     folder, _ = case
     write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1})
-    (warning,) = plan_folder(folder)[1].warnings
-    assert "does not use" in warning and "model.layers.1." in warning
+    text = refused(folder)
+    assert "have: num_hidden_layers 1, the file has model.layers.0..1; need: num_hidden_layers 2" in text
 
 
 def test_an_unknown_tensor_is_a_warning(case: tuple[Path, Format]) -> None:

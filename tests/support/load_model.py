@@ -28,7 +28,8 @@ def plan_folder(
     choice = select_quant(flag, checkpoint.quant)
     ctx = ModelContext(config, torch.device(info.type), info, dtype, torch.float32, max_model_len=2048)
     model = build_model(ctx)
-    return model, resolve(model.leaves, checkpoint, choice.quant, choice.dense, info, dtype), checkpoint
+    plan = resolve(model.leaves, checkpoint, choice.quant, choice.dense, info, dtype, about=checkpoint)
+    return model, plan, checkpoint
 
 
 def load_folder(folder: Path, flag: str | None = None, dtype: torch.dtype = torch.float32) -> Model:
