@@ -249,5 +249,10 @@ def check_config(c: EngineConfig) -> None:
         raise ConfigError("--swap-policy swap needs host memory", have="--swap-space 0", need="--swap-space GIB")
     if not -(2**63) <= c.seed < 2**64:
         raise ConfigError("--seed is out of range", have=c.seed, need="a 64-bit integer")
+    if c.kv_scales is not None and c.load_format == "dummy":
+        raise ConfigError(
+            "--kv-scales were measured with a model's own weights", have="--load-format dummy",
+            hint="leave --kv-scales out",
+        )  # fmt: skip
     if c.revision is not None and c.model is None:
         raise ConfigError("--revision is for hub models, and no model is named", hint="--model NAME")

@@ -21,7 +21,8 @@ GOALS = ("context", "streams")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "qengine plan MODEL [--gpu NAME] [--fit [context|streams]] [flags of serve]"
     parser.epilog = (
-        "Exit code 1: `qengine serve` with these flags would refuse. Flags of the HTTP server change nothing here. "
+        "Exit code 1: `qengine serve` with these flags would refuse, and --fit, where asked for, found none that fit. "
+        "Flags of the HTTP server change nothing here. "
         + UNITS_NOTE
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Local folder, hub name or demo")
@@ -47,10 +48,10 @@ def _goal(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. 1 when serving would refuse it."""
+    """Print the plan. 1 when serving would refuse it, and no settings were searched for or found that fit."""
     take_model(args)
     config = config_from(EngineConfig, args)
-    config_from(ServerConfig, args)  # a wrong value is refused as serving would
+    server_config = config_from(ServerConfig, args)  # a wrong value is refused as serving would
     if config.model is None:
         raise ConfigError("plan needs a model", hint="qengine plan MODEL")
     find_named_plugins(config)
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from qengine.runtime.hub import resolve_folder
     from qengine.runtime.plan_report import plan_report
 
+    _check_texts(config, server_config)
     folder = resolve_folder(config.model, revision=config.revision, config_only=True, say=say)
     report = plan_report(dataclasses.replace(config, model=str(folder), revision=None), args.gpu, args.fit)
     report.model = config.model
@@ -75,4 +77,18 @@ def run(args: argparse.Namespace) -> int:
         from qengine.runtime.plan_view import show
 
         show(report, args.fit)
-    return 0 if report.refused is None else DOES_NOT_FIT
+    return 0 if report.refused is None or report.fit is not None else DOES_NOT_FIT
+
+
+def _check_texts(config: EngineConfig, server_config: ServerConfig) -> None:
+    """Raise as serving would for --tokenizer and --chat-template, which change nothing in a plan. Of a tokenizer on the
+    hub, only that it is there is known."""
+    from qengine.runtime.hub import resolve_tokenizer
+    from qengine.text import ChatTemplate, Tokenizer
+
+    if config.tokenizer is not None:
+        folder = resolve_tokenizer(config.tokenizer, config_only=True)
+        if Path(config.tokenizer).expanduser().is_dir():
+            Tokenizer.load(folder, config.trust_remote_code)
+    if server_config.chat_template is not None:
+        ChatTemplate.from_option(server_config.chat_template)

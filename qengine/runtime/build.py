@@ -190,5 +190,5 @@ def _report(b: Built, loaded: LoadReport, cache: KVCache, kept: int, tail: list[
         *report.kv_lines(m.kv_tokens, m.max_model_len, m.concurrency(m.max_model_len), b.device.type == "cuda"),
     ]
     if b.config.trust_remote_code:
-        lines.insert(0, "WARNING: --trust-remote-code is on: Python code that came with the model runs here")
+        lines.insert(0, report.REMOTE_CODE)
     return lines + tail

@@ -112,13 +112,9 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
     Raises ConfigError when `place` is no such place, CheckpointError when one of the files is missing, when the pair is
     damaged, or when it was made for another model.
     """
-    folder = checkpoint.folder if place is None else _named_folder(Path(place))
-    path, about = folder / TENSORS, folder / FACTS
-    if not path.is_file() or not about.is_file():
-        if place is None and not path.is_file():
-            return None
-        gone = TENSORS if not path.is_file() else FACTS
-        raise CheckpointError(f"KV scales: {folder} holds no {gone}", need=PAIR, hint=AGAIN)
+    if place is None and not (checkpoint.folder / TENSORS).is_file():
+        return None
+    path, about = sidecar_files(checkpoint.folder if place is None else _named_folder(Path(place)))
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -135,6 +131,19 @@ def read_sidecar(place: str | Path | None, checkpoint: Checkpoint) -> KVSidecar 
         )  # fmt: skip
     header = read_header(path)
     return KVSidecar(path, facts, header, header.tensors)
+
+
+def check_place(place: str | Path) -> None:
+    """Raise what `read_sidecar` raises where --kv-scales `place` holds no calibration file; none is opened."""
+    sidecar_files(_named_folder(Path(place)))
+
+
+def sidecar_files(folder: Path) -> tuple[Path, Path]:
+    """Both files of a folder. Raises CheckpointError when one of them is missing."""
+    path, about = folder / TENSORS, folder / FACTS
+    if gone := [p.name for p in (path, about) if not p.is_file()]:
+        raise CheckpointError(f"KV scales: {folder} holds no {gone[0]}", need=PAIR, hint=AGAIN)
+    return path, about
 
 
 def _named_folder(place: Path) -> Path:

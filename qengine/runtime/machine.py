@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qengine.errors import ConfigError
 from qengine.plugin import DeviceInfo
 from qengine.runtime import device as devices
 from qengine.runtime.gpus import CONTEXT, find_gpu, known_gpu
@@ -61,5 +62,13 @@ def catalogue_machine(name: str) -> Machine:
 
 
 def machine_for(gpu: str | None, device_name: str) -> Machine:
-    """`gpu` is --gpu; auto, or nothing, is this machine."""
-    return this_machine(device_name) if gpu in (None, AUTO) else catalogue_machine(str(gpu))
+    """`gpu` is --gpu; auto, or nothing, is this machine. Raises ConfigError for a GPU where --device says cpu."""
+    if gpu is None or gpu == AUTO:
+        return this_machine(device_name)
+    machine = catalogue_machine(gpu)
+    if device_name == "cpu":
+        raise ConfigError(
+            f"--gpu {gpu} and --device cpu contradict each other", need="one of them",
+            hint=f"--gpu {gpu} alone plans for that GPU, --device cpu alone for this machine's CPU",
+        )  # fmt: skip
+    return machine

@@ -71,12 +71,7 @@ def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
     holds a fingerprint of names, sizes and times: changed weights or configs get a new copy.
     """
     read_config(folder)
-    found = weight_files(folder, PICKLED)
-    if found is None:
-        raise CheckpointError(
-            f"{folder} holds no pickled weights", need=" | ".join(f"*{s}" for s in PICKLED.suffixes),
-            hint="--load-format auto",
-        )
+    found = pickled_files(folder)
     target = _target(folder, found)
     if target.is_dir():
         say(f"using the safetensors copy made before: {target}")
@@ -88,6 +83,17 @@ def safetensors_copy(folder: Path, say: Say = lambda line: None) -> Path:
             for path in companions(folder):
                 shutil.copyfile(path, partial / path.name)
     return target
+
+
+def pickled_files(folder: Path) -> WeightFiles:
+    """The pickled weights that count. Raises CheckpointError when there are none, or when some of them are missing."""
+    found = weight_files(folder, PICKLED)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} holds no pickled weights", need=" | ".join(f"*{s}" for s in PICKLED.suffixes),
+            hint="--load-format auto",
+        )
+    return found
 
 
 def made_before(folder: Path) -> Path | None:

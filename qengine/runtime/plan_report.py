@@ -10,6 +10,7 @@ from qengine.config import EngineConfig, options
 from qengine.core.plan import MemoryPlan
 from qengine.errors import CapabilityError, CapacityError, UserError
 from qengine.plugin import DeviceInfo
+from qengine.runtime import report
 from qengine.runtime.decide import Surveyed, divide
 from qengine.runtime.device_matrix import Target, kv_answers
 from qengine.runtime.fit import Fit, Goal, fit
@@ -118,6 +119,7 @@ def plan_report(config: EngineConfig, gpu: str | None = None, goal: Goal | None 
         out.refused = one_line(e)
         return out
     _choices(out, s)
+    out.notes += [report.REMOTE_CODE] if config.trust_remote_code else []
     out.notes += [*notes, *s.checkpoint.notes, *s.load_plan.notes]
     out.notes += [f"WARNING: {w}" for w in [*s.load_plan.warnings, *s.scales.warnings]]
     try:

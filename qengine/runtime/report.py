@@ -12,6 +12,7 @@ from qengine.plugin import KVScales
 from qengine.runtime.kv_dtypes import KVDtypes, where
 
 GIB = 1 << 30
+REMOTE_CODE = "WARNING: --trust-remote-code is on: Python code that came with the model runs here"
 
 
 def gib(n: int) -> str:

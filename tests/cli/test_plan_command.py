@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from published_models import write_config
 from qengine.cli.main import main
@@ -17,6 +18,7 @@ from qengine.errors import UserError
 from qengine.runtime import device
 from qengine.runtime.engine import Engine
 from qengine.runtime.machine import this_machine
+from qengine.runtime.pickled import with_safetensors
 from toy_models import make_tiny, make_tiny_awq
 
 POOL = "1M"
@@ -154,10 +156,11 @@ def test_fit_prints_flags_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = str(write_config(tmp_path, "Qwen2.5-14B", "awq"))
     flags = ["--gpu", "t4", "--max-model-len", "16384"]
     code, found = planned(capsys, folder, *flags, "--fit", "context")
-    assert code == 1 and found["fit"]["changes"]["kv_cache_dtype"] == "fp8"
+    assert code == 0 and found["refused"] and found["fit"]["changes"]["kv_cache_dtype"] == "fp8"
+    assert planned(capsys, folder, *flags)[0] == 1, "as asked it is refused"
     again, _ = planned(capsys, folder, *flags, *found["fit"]["flags"].split())
     assert again == 0
-    assert main(["plan", folder, *flags, "--fit"]) == 1
+    assert main(["plan", folder, *flags, "--fit"]) == 0
     out = capsys.readouterr().out
     for part in ("Refused: ", "--fit context: ", "KV cache holds", "planned in all", "Ceiling: at most"):
         assert part in out
@@ -195,18 +198,74 @@ def test_flags_of_the_server_change_nothing(tiny: Path, capsys: pytest.CaptureFi
     [
         ([], "plan needs a model"),
         (["--gpu", "v100"], "--gpu v100: not known; need: auto | t4"),
+        (["--gpu", "t4", "--device", "cpu"], "--gpu t4 and --device cpu contradict each other"),
+        (["--kv-dtype", "int9"], "no plugin named 'int9'"),
+        (["--tokenizer", "/no/such"], "--tokenizer: no such folder: /no/such"),
+        (["--tokenizer", "."], "holds no tokenizer"),
+        (["--chat-template", "no.jinja"], "--chat-template is neither a readable file nor a template"),
+        (["--kv-scales", ".", "--load-format", "dummy"], "--kv-scales were measured with a model's own weights"),
         (["--fit", "speed"], "unknown goal 'speed'"),
         (["--png", "chart.jpg"], "a name that ends in .png"),
         (["--png", "/no/such/folder/chart.png"], "there is no such folder"),
     ],
 )
 def test_wrong_flags_are_said_in_one_line(
-    tiny: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny: Path, arguments: list[str], said: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     model = [str(tiny)] if arguments else []
     assert main(["plan", *model, *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_load_formats_are_those_of_serving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pt needs pickled weights, safetensors such files; what is not opened is said, a copy made before is read."""
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("QENGINE_CACHE", str(tmp_path / "cache"))
+    folder = make_tiny(tmp_path / "model", dtype="bfloat16")
+    flags = [str(folder), "--device", "cpu", "--kv-cache-memory-bytes", POOL]
+    for load_format in ("pt", "npcache"):
+        code, found = planned(capsys, *flags, "--load-format", load_format)
+        assert code == 1 and "holds no pickled weights" in found["refused"]
+    code, whole = planned(capsys, *flags, "--load-format", "safetensors")
+    assert code == 0
+    tensors = folder / "model.safetensors"
+    torch.save(load_file(tensors), folder / "pytorch_model.bin")
+    code, found = planned(capsys, *flags, "--load-format", "pt")
+    assert code == 0 and any("pickled weights are not opened" in note for note in found["notes"])
+    tensors.unlink()
+    code, found = planned(capsys, *flags, "--load-format", "safetensors")
+    assert code == 1 and "holds only pickled weights" in found["refused"]
+    with_safetensors(folder, "auto")
+    code, found = planned(capsys, *flags)
+    assert code == 0 and any("copy made before" in note for note in found["notes"])
+    assert found["memory"]["lines"][5:] == whole["memory"]["lines"][5:]
+
+
+def test_kv_scales_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where there are no weights to compare them with."""
+    folder = str(write_config(tmp_path / "model", "Qwen2.5-7B"))
+    flags = [folder, "--gpu", "a100-80", "--kv-dtype", "fp8", "--kv-scales"]
+    code, found = planned(capsys, *flags, "/no/such")
+    assert code == 1 and found["refused"].startswith("--kv-scales /no/such; have: no such path")
+    code, found = planned(capsys, *flags, str(tmp_path))
+    assert code == 1 and "holds no kv_scales.safetensors" in found["refused"]
+    for name in ("kv_scales.safetensors", "kv_scales.json"):
+        (tmp_path / name).touch()
+    code, found = planned(capsys, *flags, str(tmp_path))
+    assert code == 0 and any("--kv-scales are not opened" in note for note in found["notes"])
+
+
+def test_remote_code_is_said_loudly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [str(tiny), "--device", "cpu", "--kv-cache-memory-bytes", POOL]
+    assert not any("trust-remote-code" in note for note in planned(capsys, *flags)[1]["notes"])
+    found = planned(capsys, *flags, "--trust-remote-code")[1]
+    assert any(note.startswith("WARNING: --trust-remote-code is on") for note in found["notes"])
 
 
 def test_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
