@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def start(folder: Path, kv_dtype: str, texts: Texts) -> bool:
     return any("measuring scales" in line for line in said)
 
 
-def built(folder: Path, kv_dtype: str, **fields: str) -> Built:
-    return decide(EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_dtype=kv_dtype, **fields))
+def built(folder: Path, kv_dtype: str, kv_scales: str | None = None) -> Built:
+    options = EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_dtype=kv_dtype)
+    return decide(replace(options, kv_scales=kv_scales))
 
 
 def source(b: Built) -> str:
@@ -103,6 +105,16 @@ def test_a_map_that_names_layers_is_no_other_map(folder: Path, texts: Texts) -> 
     assert len(names) == 3 and all(name.startswith("fp8_e4m3-") for name in names)
     # Every layer by number: the base dtype is in no layer, which is no reason to measure at each start.
     assert start(folder, "fp8,layers.0-1=fp8_e5m2", texts) and not start(folder, "fp8,layers.0-1=fp8_e5m2", texts)
+
+
+def test_a_copy_that_is_made_for_a_map(folder: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of a map that leaves layers out do not go beside the copy, where they would count for plain fp8."""
+    monkeypatch.setattr(prepared, "load_texts", lambda *_, **__: texts)
+    partial = "fp8,layers.0=auto"
+    copy = prepared.prepared_copy(folder, "awq", kv_dtype=partial)
+    assert not (copy / TENSORS).exists() and (own_folder(copy, partial) / TENSORS).is_file()
+    assert prepared.prepared_copy(folder, "awq", kv_dtype="fp8") == copy
+    assert "calibration file" in source(built(copy, "fp8")) and not built(copy, "fp8").scales.warnings
 
 
 def test_damaged_scales_of_its_own_are_measured_anew(folder: Path, texts: Texts) -> None:
