@@ -52,13 +52,14 @@ def test_everything_is_found_in_one_go(tmp_path: Path) -> None:
         stored["model.layers.0.mystery.weight"] = torch.ones(4).half()
         stored["model.layers.1.self_attn.q_proj.bias"] = torch.ones(256).half()
         stored["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(128).half()
+        stored["model.layers.1.input_layernorm.bias"] = torch.ones(256).half()
 
     found = look(make_awq(tmp_path, "gemm", edit=spoil)[0])
     assert list(found.refused) == ["model.layers.1.mlp.down_proj"]
     assert found.books.missing == ["model.layers.0.self_attn.o_proj.qzeros"]
     assert found.books.wrong == ["model.norm.weight: have F16 255, need F16 or BF16 or F32 or F64 256"]
     assert list(found.unread) == ["model.layers.0.mlp.act.scales"] and found.extra == ["model.layers.0.mystery.weight"]
-    assert found.odd_biases == ["model.layers.1.self_attn.q_proj.bias"]
+    assert sorted(found.odd_biases) == ["model.layers.1.input_layernorm.bias", "model.layers.1.self_attn.q_proj.bias"]
     assert found.zero_biases == ["model.layers.1.self_attn.k_proj.bias"]
     texts = [str(problem) for problem in found.problems()]
     assert len(texts) == 4 and texts[0].startswith("model.layers.1.mlp.down_proj: ")
