@@ -37,7 +37,7 @@ def look_at_model(config: EngineConfig, machine: Machine) -> tuple[Surveyed, lis
         check_place(config.kv_scales)
     checkpoint = Checkpoint.config_only(config.model or "") if folder is None else HeaderCheckpoint.open(folder)
     method = config.quantization
-    stays = method in (None, DENSE) or not checkpoint.is_dense()
+    stays = method in (None, DENSE) or config.load_format == "dummy" or not checkpoint.is_dense()
     stays = stays or load_plugin("weight", str(method)).quantizes_at_load
     if config.kv_scales is not None and (described or not stays):
         notes.append(KV_SCALES)

@@ -261,6 +261,15 @@ def test_kv_scales_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest
     assert code == 0 and any("--kv-scales are not opened" in note for note in found["notes"])
 
 
+def test_dummy_weights_are_no_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Serving makes them in the format at once, with what its quantiser would leave in 16 bits quantised too."""
+    folder = str(write_config(tmp_path, "Qwen2.5-7B"))
+    for flags, copied in ((["--load-format", "dummy"], False), ([], True)):
+        code, found = planned(capsys, folder, "--gpu", "a100-80", "--quant", "awq", *flags)
+        assert code == 0 and any("makes a copy" in note for note in found["notes"]) is copied
+        assert found["choices"]["weights"].startswith("awq")
+
+
 def test_remote_code_is_said_loudly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [str(tiny), "--device", "cpu", "--kv-cache-memory-bytes", POOL]
     assert not any("trust-remote-code" in note for note in planned(capsys, *flags)[1]["notes"])
