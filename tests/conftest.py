@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import zlib
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -30,6 +31,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
 settings.load_profile("suite")
+
+
+# Under nohup and in the background of a script Ctrl-C is ignored, here and in every process that a test starts; tests
+# that send it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
