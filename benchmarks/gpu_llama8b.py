@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, conditions, print_rows
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -193,7 +193,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=512, help="of the throughput part")
     parser.add_argument("--max-model-len", type=int, help="default: the shape's own")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="another engine option")
-    parser.add_argument("--same-process", action="store_true", help="do not start a process for each row")
     args = parser.parse_args(argv)
     args.rows = chosen(parser, "row", args.rows, ROWS)
     args.parts = chosen(parser, "part", args.parts, ("throughput", "latency"))
@@ -202,17 +201,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     args = parse(argv)
-    if args.child:
-        print("\n" + json.dumps(measure(args, args.rows[0])))
-        return
-    results: list[dict[str, Any]] = []
-    for row in args.rows:
-        results.append(measure(args, row) if args.same_process else row_in_child(__file__, argv, row))
-        print(table(results)[-1], file=sys.stderr, flush=True)
-    about = conditions() | {"command": "python benchmarks/gpu_llama8b.py " + " ".join(argv)}
-    print(", ".join(f"{v}" for v in about.values()) + "\n" + "\n".join(table(results)))
-    if args.json:
-        args.json.write_text(json.dumps(about | {"rows": results, "peer": PEER, "goals": GOALS}, indent=1) + "\n")
+    about = {"command": "python benchmarks/gpu_llama8b.py " + " ".join(argv)}
+    if not args.child:
+        print(", ".join(f"{v}" for v in (conditions() | about).values()))
+    print_rows(__file__, argv, args, measure, table, {**about, "peer": PEER, "goals": GOALS})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Each row is an engine in a process of its own, measured on the loads that its sw
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from gpu_llama8b import SHAPES, WEIGHTS, write_config
 
-from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, print_rows
 
 DECODES, SHARED, POOL = ("one", "64"), ("shared",), ("pool",)
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -115,21 +114,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights", default="awq", choices=WEIGHTS)
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--same-process", action="store_true", help="do not start a process for each row")
     args = parser.parse_args(argv)
     args.rows = chosen(parser, "row", args.rows, ROWS)
     return args
 
 
 def main(argv: Sequence[str]) -> None:
-    args = parse(argv)
-    if args.child:
-        print("\n" + json.dumps(measure(args, args.rows[0])))
-        return
-    results = [measure(args, row) if args.same_process else row_in_child(__file__, argv, row) for row in args.rows]
-    if args.json is not None:
-        args.json.write_text(json.dumps({**conditions(), "rows": results}, indent=1))
-    print("\n".join(table(results)))
+    print_rows(__file__, argv, parse(argv), measure, table)
 
 
 if __name__ == "__main__":

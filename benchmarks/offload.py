@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, print_rows
 
 GIB = 1 << 30
 RESERVE = 256 << 20
@@ -139,16 +139,15 @@ def measure(args: argparse.Namespace, row: str) -> dict[str, Any]:
         found[f"decode_{batch}"] = decode_rate(run(batch, args.tokens, seed=20 + batch))
     sizes = [] if weights is None else [source.bytes.numel() for source in weights.sources]
     copied = copied_bytes(sizes)
+    stats = timed.engine.stats()
     if weights is not None and copied:
         found["pinned_rate"] = copy_rate(weights.sources[0].bytes, weights.buffers[0])
+    if stats.expert_cache_queries:  # steps copy what they ask for: whole layers are no ceiling for them
+        found |= {"expert_cache_queries": stats.expert_cache_queries, "expert_cache_hits": stats.expert_cache_hits}
+    elif "pinned_rate" in found:
         steps = found["pinned_rate"] / copied
         found["ceiling_steps"] = steps
         found |= {"share_1": found["decode_1"] / steps, "share_8": found["decode_8"] / steps / 8}
-    stats = timed.engine.stats()
-    if stats.expert_cache_queries:  # such steps copy what they ask for: whole layers are no ceiling for them
-        found |= {"expert_cache_queries": stats.expert_cache_queries, "expert_cache_hits": stats.expert_cache_hits}
-        for name in ("ceiling_steps", "share_1", "share_8"):
-            found.pop(name, None)
     apart = [re.search(r"Weights and KV cache: planned .* \(([\d.]+)% apart\)", line) for line in facts.report]
     return found | {
         "offloaded_bytes": sum(sizes), "copied_bytes": copied,
@@ -174,8 +173,10 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(f"| {r['row']} | {r['error']} |" + " |" * 11)
             continue
         limits = ["", "", "", ""]
+        if "pinned_rate" in r:
+            limits[0] = f"{r['pinned_rate'] / 1e9:.1f}"
         if "ceiling_steps" in r:
-            limits = [f"{r['pinned_rate'] / 1e9:.1f}", f"{r['ceiling_steps']:.2f}"]
+            limits = [limits[0], f"{r['ceiling_steps']:.2f}"]
             limits += [f"{r['share_1']:.0%}", f"{r['share_8']:.0%}"]
         cells = [
             r["row"], f"{r['offloaded_bytes'] / GIB:.2f}", f"{r['first_token_s']:.1f}", f"{r['decode_1']:.2f}",
@@ -194,23 +195,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", default="published", choices=("published", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="another engine option")
-    parser.add_argument("--same-process", action="store_true", help="do not start a process for each row")
     args = parser.parse_args(argv)
     args.rows = chosen(parser, "row", args.rows, ROWS)
     return args
 
 
 def main(argv: Sequence[str]) -> None:
-    args = parse(argv)
-    if args.child:
-        print("\n" + json.dumps(measure(args, args.rows[0])))
-        return
-    results = []
-    for row in args.rows:
-        results.append(measure(args, row) if args.same_process else row_in_child(__file__, argv, row))
-        if args.json is not None:
-            args.json.write_text(json.dumps({**conditions(), "rows": results}, indent=1))
-    print("\n".join(table(results)))
+    print_rows(__file__, argv, parse(argv), measure, table)
 
 
 if __name__ == "__main__":

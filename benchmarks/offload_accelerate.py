@@ -28,7 +28,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from offload import GIB, ROWS, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qengine.bench.rows import add_row_arguments, chosen, conditions, row_in_child
+from qengine.bench.rows import add_row_arguments, chosen, print_rows
 from qengine.runtime import device as devices
 
 HOST_ROOM = 4 << 30
@@ -113,14 +113,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    args = parse(argv)
-    if args.child:
-        print("\n" + json.dumps(measure(args, args.rows[0])))
-        return
-    results = [row_in_child(__file__, argv, row) for row in args.rows]
-    if args.json is not None:
-        args.json.write_text(json.dumps({**conditions(), "rows": results}, indent=1))
-    print("\n".join(table(results)))
+    print_rows(__file__, argv, parse(argv), measure, table)
 
 
 if __name__ == "__main__":
