@@ -105,11 +105,3 @@ def activation_bytes(shape: ActivationShape, num_tokens: int, num_logit_rows: in
     mlp = num_tokens * (3 * s.intermediate * s.itemsize + s.hidden * s.residual_itemsize)
     head = num_logit_rows * s.vocab * (s.itemsize + 4 + 4 + 4 + 8)
     return stream + max(attention, mlp, head) + s.workspace
-
-
-def captured_bytes(shape: ActivationShape, num_tokens: int, num_logit_rows: int) -> int:
-    """Peak bytes of a step's tensors in a CUDA graph, whose memory is for graphs alone: as `activation_bytes`, but
-    nothing is sampled there, and only the hidden states are left when logits are made."""
-    s = shape
-    logits = num_logit_rows * s.vocab * (s.itemsize + 4) + 2 * num_tokens * s.hidden * s.itemsize
-    return max(activation_bytes(shape, num_tokens, 0), logits + s.workspace)

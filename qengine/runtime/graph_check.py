@@ -31,7 +31,6 @@ class Graphs(Protocol):
     sizes: list[int]
     rows: int
     hidden: torch.Tensor
-    logits: torch.Tensor
 
     def fill(self, inputs: StepInputs) -> int | None: ...
 
@@ -91,18 +90,17 @@ def prompt_lens(size: int, rows: int) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def difference(runner: Runner, graphs: Graphs, size: int, lens: Sequence[tuple[int, int]], longest: int) -> float:
-    """How far a replayed step is from the same one run kernel by kernel: of hidden states or logits, what is more. The
-    step is shortened to what `longest` and the cache allow."""
+    """How far the hidden states of a replayed step are from those of the same one run kernel by kernel. The step is
+    shortened to what `longest` and the cache allow."""
     sequences = list(_sequences(runner, lens, longest))
     inputs = runner.inputs.build(Step(sequences=sequences))
     graphs.fill(inputs)
-    tokens, samples = inputs.batch.num_tokens, len(inputs.sample_rows)
+    tokens = inputs.batch.num_tokens
     graphs.forward(size)
-    hidden, logits = graphs.hidden[:tokens].clone(), graphs.logits[:samples].clone()
+    hidden = graphs.hidden[:tokens].clone()
     graphs.hidden.zero_()
-    graphs.logits.zero_()
     graphs.replay(size)
-    apart = max(_apart(graphs.hidden[:tokens], hidden), _apart(graphs.logits[:samples], logits))
+    apart = _apart(graphs.hidden[:tokens], hidden)
     for s in sequences:
         runner.forget(s.request.request_id)
     runner.cache.zero_blocks([block for s in sequences for table in s.request.block_tables for block in table])

@@ -3,7 +3,9 @@
 A small decode step is hundreds of kernels of a few microseconds each, and launching them one by one from Python takes
 longer than running them. A graph holds the launches; addresses in it never change, so the inputs are copied into
 buffers first: all but the block tables, which have the width that a step needs, in one piece, as the input builder has
-laid them out. Steps with a prefill in them, or larger than the largest size, run eagerly.
+laid them out. Steps with a prefill in them, or larger than the largest size, run eagerly. Logits are made after a
+replay: one product hides behind the pass that runs before it, and buffers for the logits of the largest step would take
+memory that tokens could have.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({n for n in ladder if n < most} | {most})
 
 
-def graph_bytes(max_num_seqs: int, hidden: int, vocab: int, itemsize: int, table_entries: int) -> int:
+def graph_bytes(max_num_seqs: int, hidden: int, itemsize: int, table_entries: int) -> int:
     """Bytes of the fixed buffers and of what the driver keeps. `table_entries`: blocks of a request, all groups."""
     sizes = graph_sizes(max_num_seqs)
     rows = sizes[-1]
-    return rows * (4 * vocab + itemsize * hidden + 4 * table_entries) + GRAPH_BYTES * len(sizes)
+    return rows * (itemsize * hidden + 4 * table_entries) + GRAPH_BYTES * len(sizes)
 
 
 class DecodeGraphs:
@@ -77,7 +79,6 @@ class DecodeGraphs:
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.tables = [buffer(most, width) for _ in range(num_groups)]
         self.hidden = buffer(most, model.hidden_size, dtype=model.ctx.dtype)
-        self.logits = buffer(most, model.vocab_size, dtype=torch.float32)
         self.pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -93,7 +94,7 @@ class DecodeGraphs:
         )
 
     def forward(self, size: int) -> None:
-        """The step that is captured, run now: from the buffers, into `hidden` and `logits`."""
+        """The step that is captured, run now: from the buffers, into `hidden`."""
         batch = Batch(
             num_tokens=size,
             num_seqs=size,
@@ -108,19 +109,18 @@ class DecodeGraphs:
         )
         if self.weights is not None:
             self.weights.begin(size)
-        hidden = self.model.forward(self.token_ids[:size], batch)
-        self.hidden[:size].copy_(hidden)
-        self.logits[:size].copy_(self.model.logits(hidden))
+        self.hidden[:size].copy_(self.model.forward(self.token_ids[:size], batch))
         if self.weights is not None:
             self.weights.finish()
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(hidden [n, H], logits float32 [n, V]) of a step of n decodes; both are overwritten by the next step."""
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Hidden states [n, H] of a step of n decodes, overwritten by the next one; None for a step that must run
+        eagerly."""
         size, n = self.fill(inputs), inputs.batch.num_seqs
         if size is None:
             return None
         self.replay(size)
-        return self.hidden[:n], self.logits[:n]
+        return self.hidden[:n]
 
     def fill(self, inputs: StepInputs) -> int | None:
         """Put a step into the buffers; the size to run, None for a step that must run eagerly."""

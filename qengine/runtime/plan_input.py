@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qengine.config import EngineConfig
-from qengine.core.memory import ActivationShape, captured_bytes, group_layers, storage_bytes
+from qengine.core.memory import ActivationShape, activation_bytes, group_layers, storage_bytes
 from qengine.core.offload import OffloadUnit, bytes_of
 from qengine.core.plan import PlanInput
 from qengine.errors import CapabilityError, ConfigError
@@ -24,7 +24,7 @@ from qengine.runtime.kv_dtypes import KVDtypes
 from qengine.runtime.loader import LoadPlan
 from qengine.runtime.machine import Machine
 from qengine.runtime.offload_units import expert_units, offload_units
-from qengine.runtime.prompt_graphs import SEQUENCES, prompt_graph_bytes, prompt_sizes
+from qengine.runtime.prompt_graphs import prompt_graph_bytes, prompt_sizes
 from qengine.runtime.swap_space import swap_bytes
 from qengine_kernels.launch import Chip
 from qengine_kernels.paged_attention.gathered import SCORE_BYTES
@@ -158,19 +158,19 @@ def _workspace(model: Model, dtype: torch.dtype, info: DeviceInfo) -> int:
 def _graph_bytes(
     config: EngineConfig, model: Model, dtype: torch.dtype, info: DeviceInfo, num_groups: int, workspace: int
 ) -> int:
-    """Fixed buffers, what the driver keeps, and the one pool for the tensors of all captured steps."""
+    """Fixed buffers, what the driver keeps, and the one pool for the tensors of all captured steps, which make no
+    logits."""
     if info.type != "cuda" or config.enforce_eager:
         return 0
     blocks = -(-(config.max_model_len or model.max_position) // config.block_size)
-    hidden, vocab, tokens = model.hidden_size, model.vocab_size, batched_tokens(config, info)
-    kept = graph_bytes(config.max_num_seqs, hidden, vocab, dtype.itemsize, blocks * num_groups)
+    hidden, tokens = model.hidden_size, batched_tokens(config, info)
+    kept = graph_bytes(config.max_num_seqs, hidden, dtype.itemsize, blocks * num_groups)
     shape = _shape(model, dtype, info, min(workspace, SCRATCH_BYTES))
-    rows = graph_sizes(config.max_num_seqs)[-1]
-    pool = captured_bytes(shape, rows, rows)
+    largest = graph_sizes(config.max_num_seqs)[-1]
     if not gathers(info) and (sizes := prompt_sizes(tokens)):
-        kept += prompt_graph_bytes(tokens, hidden, vocab, dtype.itemsize)
-        pool = max(pool, captured_bytes(shape, sizes[-1], SEQUENCES))
-    return kept + pool
+        kept += prompt_graph_bytes(tokens, hidden, dtype.itemsize)
+        largest = max(largest, sizes[-1])
+    return kept + activation_bytes(shape, largest, 0)
 
 
 def _alternatives(

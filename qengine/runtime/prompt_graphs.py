@@ -36,10 +36,10 @@ def prompt_sizes(batched_tokens: int) -> list[int]:
     return [n for n in LADDER if n <= batched_tokens]
 
 
-def prompt_graph_bytes(batched_tokens: int, hidden: int, vocab: int, itemsize: int) -> int:
+def prompt_graph_bytes(batched_tokens: int, hidden: int, itemsize: int) -> int:
     """Bytes of the fixed buffers and of what the driver keeps; the steps' tensors come on top."""
     sizes = prompt_sizes(batched_tokens)
-    return (sizes[-1] * hidden * itemsize + 4 * SEQUENCES * vocab + GRAPH_BYTES * len(sizes)) if sizes else 0
+    return (sizes[-1] * hidden * itemsize + GRAPH_BYTES * len(sizes)) if sizes else 0
 
 
 class PromptGraphs:
@@ -55,9 +55,7 @@ class PromptGraphs:
         self.rows = min(SEQUENCES, decodes.rows)
         self.query_start = torch.zeros(self.rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(self.rows, dtype=torch.int32, device=device)
-        self.sample_rows = torch.zeros(self.rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(most, model.hidden_size, dtype=model.ctx.dtype, device=device)
-        self.logits = torch.zeros(self.rows, model.vocab_size, dtype=torch.float32, device=device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> str:
@@ -72,7 +70,7 @@ class PromptGraphs:
         )
 
     def forward(self, size: int) -> None:
-        """The step that is captured, run now: from the buffers, into `hidden` and `logits`."""
+        """The step that is captured, run now: from the buffers, into `hidden`."""
         rows, tables = self.rows, self.decodes.tables
         batch = Batch(
             num_tokens=size,
@@ -88,25 +86,23 @@ class PromptGraphs:
         )
         if self.weights is not None:
             self.weights.begin(size)
-        hidden = self.model.forward(self.token_ids[:size], batch)
-        self.hidden[:size].copy_(hidden)
-        self.logits.copy_(self.model.logits(hidden.index_select(0, self.sample_rows)))
+        self.hidden[:size].copy_(self.model.forward(self.token_ids[:size], batch))
         if self.weights is not None:
             self.weights.finish()
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(hidden [n, H], logits float32 [samples, V]) of a step of n tokens, overwritten by the next one; None for a
-        step that must run eagerly."""
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Hidden states [n, H] of a step of n tokens, overwritten by the next one; None for a step that must run
+        eagerly."""
         size = self.fill(inputs)
         if size is None:
             return None
         self.replay(size)
-        return self.hidden[: inputs.batch.num_tokens], self.logits[: len(inputs.sample_rows)]
+        return self.hidden[: inputs.batch.num_tokens]
 
     def fill(self, inputs: StepInputs) -> int | None:
         """Put a step into the buffers; the size to run, None for a step that must run eagerly."""
         batch = inputs.batch
-        n, count, samples = batch.num_tokens, batch.num_seqs, len(inputs.sample_rows)
+        n, count = batch.num_tokens, batch.num_seqs
         if n > self.sizes[-1] or count > self.rows or batch.max_seq_len > LONGEST:
             return None
         self.token_ids[:n].copy_(inputs.token_ids)
@@ -115,8 +111,6 @@ class PromptGraphs:
         self.query_start[count + 1 :].fill_(n)
         self.seq_lens[:count].copy_(batch.seq_lens)
         self.seq_lens[count:].zero_()
-        self.sample_rows[:samples].copy_(inputs.sample_rows)
-        self.sample_rows[samples:].zero_()
         for slots, table, group in zip(self.slots, self.decodes.tables, batch.groups, strict=True):
             slots[:n].copy_(group.slot_mapping)
             slots[n:].fill_(-1)

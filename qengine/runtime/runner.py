@@ -144,16 +144,16 @@ class Runner:
         positions = [s.start + s.num_new_tokens - s.request.num_prompt_tokens for s in step.sequences if s.samples]
         inputs = self._begin(step, self.sampler.uniforms(requests, positions))
         result = StepResult()
-        replayed = self.graphs.run(inputs) if self.graphs is not None else None
-        if replayed is None and self.prompt_graphs is not None:
-            replayed = self.prompt_graphs.run(inputs)
-        hidden, logits = replayed if replayed is not None else (self._hidden(inputs), None)
+        hidden = self.graphs.run(inputs) if self.graphs is not None else None
+        if hidden is None and self.prompt_graphs is not None:
+            hidden = self.prompt_graphs.run(inputs)
+        if hidden is None:
+            hidden = self._hidden(inputs)
         self._prompt_logprobs(step, inputs, hidden, result)
         draws = None
         if requests:
-            if logits is None:
-                logits = self.logits(hidden[inputs.sample_rows])
-            draws = self.sampler.draw(logits, requests, positions, inputs.uniforms)
+            rows = hidden if len(requests) == len(hidden) else hidden[inputs.sample_rows]
+            draws = self.sampler.draw(self.logits(rows), requests, positions, inputs.uniforms)
         self._sampled = None if draws is None else draws.token_ids
         counts = None if self.expert_slots is None else self.expert_slots.totals()
         return Launched(step, draws, mark(self.device), result, counts)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from qengine.errors import CapacityError
+from qengine.layers.batch import Batch
 from qengine.models.blocks import Decoder
 from qengine.runtime import capture, graphs
 from qengine.runtime.capture import captured, reason
@@ -132,7 +133,6 @@ def test_a_model_that_cannot_be_captured_is_said(device: Device, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
     model = SimpleNamespace(hidden_size=8, vocab_size=10, ctx=SimpleNamespace(dtype=torch.float32))
     model.forward = lambda ids, batch: device.wait() or torch.zeros(len(ids), 8)
-    model.logits = lambda hidden: torch.zeros(len(hidden), 10)
     restarted: list[int] = []
     weights: Any = SimpleNamespace(begin=lambda n: None, finish=lambda: None, restart=lambda: restarted.append(1))
     found, line = graphs.capture_decodes(model, 4, 64, 1, 16, torch.device("cpu"), weights)  # type: ignore[arg-type]
@@ -204,19 +204,19 @@ def test_memory_of_graphs_beside_their_plan() -> None:
 @pytest.mark.parametrize("seen", [True, False], ids=["seen before", "in the capture"])
 def test_on_a_gpu_a_failed_capture_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
     """An engine whose passes wait serves without graphs, on the stream that it began with, and gets memory back."""
-    stream, plain = torch.cuda.current_stream(), Decoder.logits
+    stream, plain = torch.cuda.current_stream(), Decoder.forward
 
-    def waiting(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    def waiting(self: Decoder, input_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         if seen:
-            hidden.sum().item()
+            input_ids.sum().item()
         else:
             torch.cuda.current_stream().synchronize()
-        return plain(self, hidden)
+        return plain(self, input_ids, batch)
 
     folder = make_tiny(tmp_path)
     options = {"device": "cuda", "dtype": "half"}
     want = run(toy_engine(folder, enforce_eager=True, **options), [request("a", [1, 2, 3])]).ids
-    monkeypatch.setattr(Decoder, "logits", waiting)
+    monkeypatch.setattr(Decoder, "forward", waiting)
     engine = toy_engine(folder, **options)
     assert engine.runner.graphs is None and engine.runner.prompt_graphs is None
     assert any(line.startswith("CUDA graphs: not used") for line in engine.facts.report), engine.facts.report
