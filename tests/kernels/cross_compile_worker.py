@@ -54,9 +54,11 @@ from qengine_kernels.w8a16_gemm.config import plan_bytes
 from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
-from qengine_kernels.wna16_gemm.tiled_config import plan_tiles
+from qengine_kernels.wna16_gemm.tiled_config import Entry, plan_entry, plan_tiles
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_dequantize_kernel, tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, tile_constants
+from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
+from qengine_kernels.wna16_gemm.wide_launcher import LINES, wide_constants
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
@@ -129,6 +131,16 @@ def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: to
     constants |= {"HAS_BIAS": True, "ASM": True}
     name = f"tiled_{plan.kind} m{m} n{n} k{k} g{group} {dtype}"
     yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))
+
+
+def wide(dtype: str, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
+    """The kernel of sm_90 alone, as `qengine tune` may choose it."""
+    plan = plan_entry(Chip.known(90, 132), Entry(256, "wide", 16, 4, 128, 4, 6, 1), 256, n, k, group)
+    lines = f"tensordesc<{dtype}[{plan.block_m}, 64],{LINES!r}>"
+    types = {"x": lines, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype, "p_parts": "fp32"}
+    constants, options = split_options(wide_constants(plan, group, scales) | {"HAS_BIAS": plan.splits > 1})
+    types |= {"p_tickets": "i32"}
+    yield Variant(f"tiled_wide n{n} g{group} {dtype}", wide_kernel, types, constants, options)
 
 
 BYTE_KERNELS = {"gemv": byte_gemv_kernel, "gemm": byte_gemm_kernel, "dequantize": byte_dequantize_kernel}
@@ -299,6 +311,9 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from tiles(chip, half, 60, 28672, 576, 64, torch.bfloat16)
         yield from tiles(chip, half, 500, 4096, 14336, 32, torch.float16)
         yield from tiles(chip, half, 2000, 4096, 4096, 128, torch.float16)
+        if chip.sm == 90:
+            yield from wide(half, 28672, 4096, 128, torch.float16)
+            yield from wide("fp16", 4096, 14336, 0, torch.bfloat16)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)

@@ -15,7 +15,8 @@ from qengine_kernels.launch import Chip, ceil_div
 from qengine_kernels.wna16_gemm.config import SCRATCH_BYTES, Route
 from qengine_kernels.wna16_gemm.tiles import OUTPUTS
 
-Kind = Literal["few", "many", "dequantize"]
+Kind = Literal["few", "many", "wide", "dequantize"]
+"""Kernels of `tiled_kernel`, that of `wide_kernel` (sm_90), or a library GEMM over dequantised weights."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,15 @@ def plan_tiles(chip: Chip, m: int, n: int, in_features: int, group: int, route: 
     """The launch for x [m, in_features]; `group` as in `TiledWeight`, `route` as for `wna16_matmul`."""
     table = table_for(chip, n, in_features, group)
     if route == "dequantize" or (route is None and m > table[-1].most):
-        return TilePlan("dequantize", *whole_groups(64, in_features, group, 1), 1, 0, 4, 1, 0, 1, 0)
-    entry = next((e for e in table if m <= e.most), table[-1])
+        return plan_dequantize(in_features, group)
+    fused = table if route is None else [e for e in table if e.kind != "dequantize"]
+    entry = next((e for e in fused if m <= e.most), fused[-1])
     return plan_entry(chip, entry, m, n, in_features, group)
+
+
+def plan_dequantize(in_features: int, group: int) -> TilePlan:
+    """A library GEMM over weights that are dequantised some at a time (see `chunk_of`)."""
+    return TilePlan("dequantize", *whole_groups(64, in_features, group, 1), 1, 0, 4, 1, 0, 1, 0)
 
 
 def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, ...]:
@@ -104,6 +111,10 @@ def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, 
 
 def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group: int) -> TilePlan:
     """The launch for x [m, in_features] with the tiles of `entry`, smaller ones where the chip or the shape need it."""
+    if entry.kind == "dequantize":
+        return plan_dequantize(in_features, group)
+    if entry.kind == "wide" and not wide_runs(chip, n, group):
+        entry = replace(entry, kind="many", rows=2, num_stages=4)
     rows = entry.rows if n % (OUTPUTS * entry.rows) == 0 else 1
     entry = fit(chip, replace(entry, rows=rows))
     columns, parts = whole_groups(entry.columns, in_features, group, 2)
@@ -116,6 +127,12 @@ def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group
         entry.kind, columns, parts, entry.rows, entry.block_m, entry.num_warps, entry.num_stages,
         tiles, ceil_div(steps, share), share,
     )  # fmt: skip
+
+
+def wide_runs(chip: Chip, n: int, group: int) -> bool:
+    """Whether `wide_kernel` serves a weight: sm_90's matrix units and loads, whole pairs of its tiles, and steps that
+    lie in one group."""
+    return chip.sm == 90 and n % (4 * OUTPUTS) == 0 and group % 64 == 0
 
 
 def whole_groups(columns: int, in_features: int, group: int, most_parts: int) -> tuple[int, int]:
@@ -146,6 +163,8 @@ def fit(chip: Chip, entry: Entry) -> Entry:
 
 def shared_bytes(entry: Entry) -> int:
     """An upper estimate of the kernel's shared memory: staged words, scales and x, or the result on its way out."""
+    if entry.kind == "wide":  # x alone, barriers, and a part of the result
+        return entry.num_stages * (128 * entry.block_m + 16) + 16384
     outputs = OUTPUTS * entry.rows
     step = 2 * entry.columns * outputs + 8 * entry.columns * entry.block_m + 32 * outputs
     return max(entry.num_stages * step, 4 * outputs * entry.block_m) + 1024

@@ -18,12 +18,12 @@ from qengine_kernels.timing import copies, error, graph_us
 from qengine_kernels.wna16_gemm.layout import PackedWeight, pack_codes
 from qengine_kernels.wna16_gemm.reference import dequantize_reference
 from qengine_kernels.wna16_gemm.tile_table import Shape
-from qengine_kernels.wna16_gemm.tiled_config import Entry, TilePlan, plan_entry, shared_bytes, table_for
+from qengine_kernels.wna16_gemm.tiled_config import Entry, TilePlan, plan_entry, shared_bytes, table_for, wide_runs
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import run_plan, tile_constants
 from qengine_kernels.wna16_gemm.tiles import OUTPUTS, TiledWeight, to_tiles
 
-ROWS = (8, 16, 32, 64, 128, 256, 512)
+ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of rows of x up to which an entry serves."""
 LIMIT = 0.01
 """Relative error of a result in bfloat16 above which tiles are not taken."""
@@ -52,6 +52,12 @@ def candidates(most: int) -> Iterator[Entry]:
     if most <= 16:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
+    if most >= 64:
+        for block_m, fill in product((64, 128), (1, 2)):
+            yield Entry(most, "wide", 16, 4, block_m, 4, 6, fill)
+    if most > 512:
+        yield dequantize(most)
+        return
     block_ms = {max(power_of_2(most) >> halvings, 16) for halvings in range(3)}
     for block_m, rows, warps in product(sorted(b for b in block_ms if b <= 256), (1, 2), (4, 8)):
         sums = OUTPUTS * rows * block_m // (32 * warps)  # float32 a thread
@@ -76,10 +82,21 @@ def tune(
 def trial(chip: Chip, shape: Shape, most: int) -> Trial:
     n, k, group = shape
     table = table_for(chip, n, k, group)
-    used = replace(next((e for e in table if most <= e.most), table[-1]), most=most)
-    fitting = [e for e in candidates(most) if shared_bytes(e) <= chip.shared_memory and n % (OUTPUTS * e.rows) == 0]
+    used = replace(next((e for e in table if most <= e.most), dequantize(most)), most=most)
+    fitting = [e for e in candidates(most) if fits(chip, e, n, group)]
     plans = {plan_entry(chip, e, most, n, k, group): e for e in (*fitting, used)}
     return Trial(most, plans, plan_entry(chip, used, most, n, k, group))
+
+
+def dequantize(most: int) -> Entry:
+    return Entry(most, "dequantize", 64, 1, 0, 4, 1)
+
+
+def fits(chip: Chip, entry: Entry, n: int, group: int) -> bool:
+    if entry.kind == "dequantize":
+        return True
+    whole = n % (OUTPUTS * entry.rows) == 0 and shared_bytes(entry) <= chip.shared_memory
+    return whole and (entry.kind != "wide" or wide_runs(chip, n, group))
 
 
 def variant(plan: TilePlan) -> TilePlan:
@@ -91,11 +108,28 @@ def compile_variant(job: tuple[TilePlan, int]) -> None:
     """One of `variant` and a group, into Triton's cache."""
     plan, group = job
     device = torch.device("cuda")
+    if plan.kind == "dequantize":
+        return
+    if plan.kind == "wide":
+        _compile_wide(plan, group, device)
+        return
     constants = tile_constants(plan, group, torch.float16, Chip.of(device).sm) | overlap(device)
     bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
     tiled_kernel.warmup(
         bf16, torch.int16, torch.int32, bf16, bf16, parts, torch.int32, 16, 4096, 4096, 4096, 1,
         HAS_BIAS=False, ASM=True, grid=(1,), **constants,
+    )  # fmt: skip
+
+
+def _compile_wide(plan: TilePlan, group: int, device: torch.device) -> None:
+    from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
+    from qengine_kernels.wna16_gemm.wide_launcher import rows_of, wide_constants
+
+    bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
+    rows = rows_of(torch.empty(16, 4096, dtype=bf16, device=device), plan.block_m)
+    wide_kernel.warmup(
+        rows, torch.int16, torch.int32, bf16, bf16, parts, torch.int32, 16, 4096, 4096, 1,
+        HAS_BIAS=False, grid=(1,), **wide_constants(plan, group, torch.float16),
     )  # fmt: skip
 
 

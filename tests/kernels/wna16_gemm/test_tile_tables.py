@@ -49,15 +49,28 @@ def test_other_files_and_other_chips_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [4096, 4160], ids=["pairs of tiles", "an odd tile"])
-@pytest.mark.parametrize("most", [3, 16, 100, 512])
+@pytest.mark.parametrize("most", [3, 16, 100, 512, 2048])
 def test_trials_fit_the_chip_and_have_what_is_in_use(most: int, n: int) -> None:
     t = trial(HOPPER, (n, 1024, 128), most)
-    assert len(t.entries) > 5 and t.used in t.entries
+    assert len(t.entries) > (5 if most <= 512 else 0) and t.used in t.entries
     assert all(entry.most == most and shared_bytes(entry) <= HOPPER.shared_memory for entry in t.entries.values())
     assert {variant(plan).tiles for plan in t.entries} == {1}
-    assert {entry.block_m for entry in candidates(most)} <= {8, 16, 32, 64, 128, 256}
-    kinds = {entry.kind for entry in candidates(most)}
-    assert kinds == ({"few", "many"} if most <= 16 else {"many"})
+    assert {entry.block_m for entry in candidates(most)} <= {0, 8, 16, 32, 64, 128, 256}
+    kinds = {"few", "many"} if most <= 16 else {"many"} if most < 64 else {"many", "wide"}
+    if most > 512:
+        kinds = {"wide", "dequantize"}
+    assert {entry.kind for entry in candidates(most)} == kinds
+    assert {entry.kind for entry in t.entries.values()} == (kinds if n % 256 == 0 else kinds - {"wide"})
+
+
+def test_wide_tiles_run_where_they_can_and_others_elsewhere() -> None:
+    entry = Entry(256, "wide", 16, 4, 128, 4, 6)
+    there = plan_entry(HOPPER, entry, 256, 4096, 1024, 128)
+    assert (there.kind, there.tiles, there.splits, there.share) == ("wide", 32, 2, 8)
+    assert (there.kind, there.rows, there.elements) == ("wide", 4, 32 * 2 * 256 * 128)
+    for chip, n, group in ((Chip.known(80), 4096, 128), (HOPPER, 4160, 128), (HOPPER, 4096, 32)):
+        assert plan_entry(chip, entry, 256, n, 1024, group).kind == "many"
+    assert plan_entry(HOPPER, Entry(4096, "dequantize", 64, 1, 0, 4, 1), 4096, 4096, 1024, 128).kind == "dequantize"
 
 
 @pytest.mark.gpu
