@@ -22,7 +22,8 @@ Kind = Literal["few", "many", "wide", "dequantize"]
 @dataclass(frozen=True)
 class Entry:
     """Tiles for up to `most` rows of x. `columns`: the most columns of words in a step, 4 inputs each; `fill`: how many
-    programs a multiprocessor should get where K is split for want of output tiles."""
+    programs a multiprocessor should get where K is split for want of output tiles. Of "dequantize" only `block_m` means
+    something: how many outputs are dequantised at a time, 0 for as many as SCRATCH_BYTES hold."""
 
     most: int
     kind: Kind
@@ -95,9 +96,9 @@ def plan_tiles(chip: Chip, m: int, n: int, in_features: int, group: int, route: 
     return plan_entry(chip, entry, m, n, in_features, group)
 
 
-def plan_dequantize(in_features: int, group: int) -> TilePlan:
-    """A library GEMM over weights that are dequantised some at a time (see `chunk_of`)."""
-    return TilePlan("dequantize", *whole_groups(64, in_features, group, 1), 1, 0, 4, 1, 0, 1, 0)
+def plan_dequantize(in_features: int, group: int, chunk: int = 0) -> TilePlan:
+    """A library GEMM over weights that are dequantised `chunk` outputs at a time (see `chunk_of`)."""
+    return TilePlan("dequantize", *whole_groups(64, in_features, group, 1), 1, chunk, 4, 1, 0, 1, 0)
 
 
 def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, ...]:
@@ -112,7 +113,7 @@ def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, 
 def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group: int) -> TilePlan:
     """The launch for x [m, in_features] with the tiles of `entry`, smaller ones where the chip or the shape need it."""
     if entry.kind == "dequantize":
-        return plan_dequantize(in_features, group)
+        return plan_dequantize(in_features, group, entry.block_m)
     if entry.kind == "wide" and not wide_runs(chip, n, group):
         entry = replace(entry, kind="many", rows=2, num_stages=4)
     rows = entry.rows if n % (OUTPUTS * entry.rows) == 0 else 1
@@ -163,6 +164,8 @@ def fit(chip: Chip, entry: Entry) -> Entry:
 
 def shared_bytes(entry: Entry) -> int:
     """An upper estimate of the kernel's shared memory: staged words, scales and x, or the result on its way out."""
+    if entry.kind == "dequantize":
+        return 0
     if entry.kind == "wide":  # x alone, barriers, and a part of the result
         return entry.num_stages * (128 * entry.block_m + 16) + 16384
     outputs = OUTPUTS * entry.rows
@@ -170,7 +173,8 @@ def shared_bytes(entry: Entry) -> int:
     return max(entry.num_stages * step, 4 * outputs * entry.block_m) + 1024
 
 
-def chunk_of(out_features: int, in_features: int, itemsize: int) -> int:
-    """Outputs that are dequantised at a time for a library GEMM."""
+def chunk_of(out_features: int, in_features: int, itemsize: int, wanted: int = 0) -> int:
+    """Outputs that are dequantised at a time for a library GEMM: those wanted, at most what SCRATCH_BYTES hold. Where
+    the second-level cache has room for them, the GEMM finds them there and the next ones take their place."""
     most = max(SCRATCH_BYTES // (in_features * itemsize) // OUTPUTS, 1) * OUTPUTS
-    return min(out_features, most)
+    return min(out_features, most, wanted or most)

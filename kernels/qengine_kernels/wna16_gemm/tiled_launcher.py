@@ -106,7 +106,7 @@ def _dequantize_then_multiply(
     x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, plan: TilePlan
 ) -> torch.Tensor:
     n, k = weight.out_features, weight.in_features
-    chunk = chunk_of(n, k, x.element_size())
+    chunk = chunk_of(n, k, x.element_size(), plan.block_m)
     scratch = torch.empty((chunk, k), dtype=x.dtype, device=x.device)
     out = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
     for first in range(0, n, chunk):

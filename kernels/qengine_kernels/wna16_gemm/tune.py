@@ -56,7 +56,7 @@ def candidates(most: int) -> Iterator[Entry]:
         for block_m, fill in product((64, 128), (1, 2)):
             yield Entry(most, "wide", 16, 4, block_m, 4, 6, fill)
     if most > 512:
-        yield dequantize(most)
+        yield from (dequantize(most, chunk) for chunk in (0, 2048, 4096, 6144))
         return
     block_ms = {max(power_of_2(most) >> halvings, 16) for halvings in range(3)}
     for block_m, rows, warps in product(sorted(b for b in block_ms if b <= 256), (1, 2), (4, 8)):
@@ -88,13 +88,11 @@ def trial(chip: Chip, shape: Shape, most: int) -> Trial:
     return Trial(most, plans, plan_entry(chip, used, most, n, k, group))
 
 
-def dequantize(most: int) -> Entry:
-    return Entry(most, "dequantize", 64, 1, 0, 4, 1)
+def dequantize(most: int, chunk: int = 0) -> Entry:
+    return Entry(most, "dequantize", 64, 1, chunk, 4, 1)
 
 
 def fits(chip: Chip, entry: Entry, n: int, group: int) -> bool:
-    if entry.kind == "dequantize":
-        return True
     whole = n % (OUTPUTS * entry.rows) == 0 and shared_bytes(entry) <= chip.shared_memory
     return whole and (entry.kind != "wide" or wide_runs(chip, n, group))
 

@@ -22,7 +22,17 @@ from qengine_kernels.wna16_gemm import (
     to_tiles,
     wna16_matmul,
 )
-from qengine_kernels.wna16_gemm.tiled_config import DEEP, NARROW, WIDE, fit, plan_tiles, shared_bytes, whole_groups
+from qengine_kernels.wna16_gemm.tiled_config import (
+    DEEP,
+    NARROW,
+    WIDE,
+    fit,
+    plan_dequantize,
+    plan_tiles,
+    shared_bytes,
+    whole_groups,
+)
+from qengine_kernels.wna16_gemm.tiled_launcher import run_plan
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -86,6 +96,17 @@ def test_every_entry_of_the_tables(m: int, multiprocessors: int, k: int, group: 
     x = torch.randn(m, k, device=device).half()
     assert_close("entry", multiply(x, weight, None, chip), x.float() @ dense, LIMITS[torch.float16])
     assert not tickets(device).any()
+
+
+@pytest.mark.parametrize("chunk", [0, 64, 128])
+def test_dequantised_some_outputs_at_a_time(chunk: int, device: torch.device) -> None:
+    packed, dense = weight_of(256, 320, 64, device)
+    x, bias = torch.randn(40, 256, device=device).half(), torch.randn(320, device=device).half()
+    with poisoned_empty():
+        got = run_plan(x, to_tiles(packed), bias, plan_dequantize(256, 64, chunk))
+    assert_close("chunks", got, x.float() @ dense + bias.float(), LIMITS[torch.float16])
+    with pytest.raises(KernelMismatch):
+        assert_close("chunks", got, x.float() @ dense.roll(64, 1) + bias.float(), 0.1)
 
 
 @pytest.mark.gpu
