@@ -1,9 +1,8 @@
 """Which kernel runs a linear over tiled codes at M rows, and how: pure functions of shapes and chip.
 
-Up to 64 rows the tables are measurements: NVIDIA H200, triton 3.6, K 4096 and 14336, N 4096 to 28672
-(`benchmarks/kernels/linear.py`). Above, tiles are chosen so that at least two programs share a multiprocessor, one
-decoding while another one multiplies; `qengine tune` measures. Other chips take the same entries as far as their shared
-memory goes.
+The tables are what `qengine tune --shapes 28672x4096,4096x14336,6144x4096,4096x4096` found on an NVIDIA H200 with
+triton 3.6; where the last two shapes disagree, the entry that loses less on the other. Other chips take the same
+entries as far as their shared memory goes; there `qengine tune` measures others.
 """
 
 from __future__ import annotations
@@ -37,24 +36,32 @@ class Entry:
 
 WIDE = (
     Entry(8, "few", 64, 2, 8, 4, 3),
-    Entry(16, "few", 64, 2, 16, 4, 3),
-    Entry(32, "many", 32, 2, 32, 4, 3),
-    Entry(64, "many", 32, 2, 64, 4, 3),
-    Entry(128, "many", 16, 2, 128, 4, 3),
-    Entry(512, "many", 16, 2, 128, 4, 3),
+    Entry(16, "many", 32, 2, 16, 4, 4),
+    Entry(32, "many", 32, 2, 32, 4, 4),
+    Entry(64, "many", 32, 2, 64, 4, 4),
+    Entry(256, "many", 16, 2, 128, 4, 4),
+    Entry(512, "many", 16, 2, 128, 8, 4),
 )
 """Where there are output tiles for every multiprocessor."""
 
 NARROW = (
     Entry(8, "few", 32, 2, 8, 4, 3),
-    Entry(16, "many", 32, 2, 16, 4, 3),
+    Entry(16, "many", 32, 1, 16, 4, 4),
     Entry(32, "many", 32, 1, 32, 4, 4),
     Entry(256, "many", 32, 1, 64, 4, 3),
-    Entry(512, "many", 16, 2, 128, 4, 3),
+    Entry(512, "many", 16, 1, 128, 4, 4),
 )
 """Elsewhere: smaller tiles, and K split among programs."""
 
-DEEP = (*NARROW[:3], Entry(64, "many", 32, 1, 64, 4, 3), Entry(128, "many", 16, 2, 128, 4, 3), NARROW[4])
+DEEP = (
+    Entry(8, "few", 32, 2, 8, 4, 4, 4),
+    Entry(16, "many", 32, 2, 16, 4, 4),
+    Entry(32, "many", 32, 2, 32, 4, 3),
+    Entry(64, "many", 32, 2, 64, 4, 3),
+    Entry(128, "many", 16, 2, 128, 4, 4),
+    Entry(256, "many", 16, 2, 64, 4, 4),
+    Entry(512, "many", 16, 2, 256, 8, 4, 1),
+)
 """The same where K is large beside N."""
 
 TUNED: dict[tuple[Chip, int, int, int], tuple[Entry, ...]] = {}
