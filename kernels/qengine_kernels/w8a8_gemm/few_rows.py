@@ -7,6 +7,7 @@ K is split among programs where outputs alone would not keep every multiprocesso
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -53,8 +54,10 @@ def takes_few_rows(chip: Chip, m: int, weight: ByteWeight) -> bool:
 
 def plan_few(chip: Chip, m: int, n: int, in_features: int) -> FewPlan:
     block_m = min(power_of_2(m, least=16), MOST_ROWS)
-    block_k = 256 if in_features % 256 == 0 else 128
-    stages = next((s for s in (4, 3, 2) if shared_bytes(block_m, block_k, s) <= chip.shared_memory // 2), 1)
+    # Wide steps, unless they leave no room for loading one while another is multiplied: two programs share the memory.
+    sizes = product((256, 128) if in_features % 256 == 0 else (128,), (4, 3, 2))
+    room = chip.shared_memory // 2
+    block_k, stages = next((size for size in sizes if shared_bytes(block_m, *size) <= room), (128, 1))
     tiles, steps = n // BLOCK_N * ceil_div(m, block_m), in_features // block_k
     want = max(1, min(FILL * chip.multiprocessors // tiles, in_features // LEAST_INPUTS))
     share = ceil_div(steps, want)
