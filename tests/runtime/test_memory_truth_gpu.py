@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,12 +76,15 @@ def test_device_memory_stays_flat(tmp_path: Path) -> None:
     serve(0)
     serve(1000)
     reserved, free = torch.cuda.memory_reserved(), [torch.cuda.mem_get_info()[0]]
-    for i in range(5):
+    for i in range(20):
         serve(2000 + 100 * i)
         free.append(torch.cuda.mem_get_info()[0])
+        # A neighbour takes memory now and then (other tests on this GPU); growth of our own would show in every round.
+        if i >= 4 and free[-2] - free[-1] < 4 << 20:
+            break
+    else:
+        pytest.fail(f"free memory after each round: {free}")
     assert torch.cuda.memory_reserved() <= reserved
-    # A neighbour takes memory now and then (other tests on this GPU); growth of our own would show in every round.
-    assert min(before - after for before, after in pairwise(free)) < 4 << 20
 
 
 def test_every_kernel_is_right_here() -> None:
