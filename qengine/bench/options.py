@@ -134,7 +134,7 @@ class TuneOptions:
         None, "Outputs x inputs of linears, such as 6144x4096,4096x14336; default: those of MODEL", group=WORK
     )
     group_size: int = option(128, "Inputs that share a scale", group=WORK)
-    rows: str = option("8,16,32,64,128,256,512", "Up to how many rows each entry serves", group=WORK)
+    rows: str = option("8,16,32,64,128,256,512,1024,2048,4096", "Up to how many rows each entry serves", group=WORK)
     processes: int | None = option(None, "Processes that compile; default: one for each core, at most 16", group=RUN)
     output: str | None = option(
         None, "Write the table there instead of where starts look for it", group=OUTPUT, metavar="FILE"

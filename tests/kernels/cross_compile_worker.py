@@ -54,11 +54,11 @@ from qengine_kernels.w8a16_gemm.config import plan_bytes
 from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
-from qengine_kernels.wna16_gemm.tiled_config import Entry, plan_entry, plan_tiles
+from qengine_kernels.wna16_gemm.tiled_config import Entry, TilePlan, plan_entry, plan_tiles
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_dequantize_kernel, tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, tile_constants
 from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
-from qengine_kernels.wna16_gemm.wide_launcher import LINES, wide_constants
+from qengine_kernels.wna16_gemm.wide_launcher import META_LINES, WORD_LINES, X_LINES, wide_constants
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
@@ -120,9 +120,12 @@ def gemms(
 
 
 def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
+    plan = plan_tiles(chip, m, n, k, group)
+    if plan.kind == "wide":
+        yield wide(dtype, plan, n, group, scales)
+        return
     types = {"p_x": dtype, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype}
     types |= {"p_parts": "fp32", "p_tickets": "i32"}
-    plan = plan_tiles(chip, m, n, k, group)
     if plan.kind == "dequantize":
         constants = {"COLUMNS": plan.columns, "GROUP": group, "SCALE": SCALES[scales], "ROWS": 1, "ASM": True}
         yield Variant(f"tiled_dequantize k{k} g{group} {dtype}", tiled_dequantize_kernel, types, constants)
@@ -133,14 +136,14 @@ def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: to
     yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))
 
 
-def wide(dtype: str, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
-    """The kernel of sm_90 alone, as `qengine tune` may choose it."""
-    plan = plan_entry(Chip.known(90, 132), Entry(256, "wide", 16, 4, 128, 4, 6, 1), 256, n, k, group)
-    lines = f"tensordesc<{dtype}[{plan.block_m}, 64],{LINES!r}>"
-    types = {"x": lines, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype, "p_parts": "fp32"}
+def wide(dtype: str, plan: TilePlan, n: int, group: int, scales: torch.dtype) -> Variant:
+    """The kernel of sm_90 alone."""
+    types = {"x": f"tensordesc<{dtype}[{plan.block_m}, 64],{X_LINES!r}>"}
+    types["words"] = f"tensordesc<i16[4, 16, 64],{WORD_LINES!r}>"
+    types["meta"] = f"tensordesc<i32[1, 256],{META_LINES!r}>"
+    types |= {"p_bias": dtype, "p_out": dtype, "p_parts": "fp32", "p_tickets": "i32"}
     constants, options = split_options(wide_constants(plan, group, scales) | {"HAS_BIAS": plan.splits > 1})
-    types |= {"p_tickets": "i32"}
-    yield Variant(f"tiled_wide n{n} g{group} {dtype}", wide_kernel, types, constants, options)
+    return Variant(f"tiled_wide n{n} g{group} {dtype} shared {plan.splits > 1}", wide_kernel, types, constants, options)
 
 
 BYTE_KERNELS = {"gemv": byte_gemv_kernel, "gemm": byte_gemm_kernel, "dequantize": byte_dequantize_kernel}
@@ -268,7 +271,7 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from attention(chip, half, "same", False, (2, 256), False, {"WINDOW": 1024, "SOFT_CAP": True})
         if chip.sm == 90:  # eight warps whose products overlap
             yield from attention(chip, half, "same", False, (4, 128), False, {})
-            yield from tiles(chip, half, 300, 28672, 4096, 0, torch.float16)
+            yield from tiles(chip, half, 300, 28800, 4096, 0, torch.float16)
         if float32:
             yield from attention(chip, "fp32", "same", False, (7, 128), False, {})
     yield Variant(
@@ -310,10 +313,11 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from tiles(chip, "fp16", 16, 28672, 4096, 128, torch.float16)
         yield from tiles(chip, half, 60, 28672, 576, 64, torch.bfloat16)
         yield from tiles(chip, half, 500, 4096, 14336, 32, torch.float16)
-        yield from tiles(chip, half, 2000, 4096, 4096, 128, torch.float16)
+        yield from tiles(chip, half, 500, 4096, 14336, 0, torch.bfloat16)
+        yield from tiles(chip, half, 3000, 4096, 4096, 128, torch.float16)
         if chip.sm == 90:
-            yield from wide(half, 28672, 4096, 128, torch.float16)
-            yield from wide("fp16", 4096, 14336, 0, torch.bfloat16)
+            whole = plan_entry(chip, Entry(256, "wide", 16, 4, 128, 4, 6, 0), 256, 28672, 4096, 128)
+            yield wide(half, whole, 28672, 128, torch.float16)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)
@@ -334,7 +338,7 @@ def control() -> list[tuple[Variant, Chip]]:
     products that are not waited for."""
     casts = [(next(cache_writes("fp16", "e4m3", True)), Chip.known(sm)) for sm in (75, 80, 86)]
     early = Variant("early", early_kernel, {"p_x": "fp32"}, {"PDL": True})
-    waiting = [next(tiles(Chip.known(90), "bf16", 60, 28672, 4096, group, torch.float16)) for group in (0, 128)]
+    waiting = [next(tiles(Chip.known(90), "bf16", 30, 28672, 4096, group, torch.float16)) for group in (0, 128)]
     products = [replace(variant, constants=variant.constants | {"FINISH": False}) for variant in waiting]
     return casts + [(variant, Chip.known(90)) for variant in (early, *products)]
 

@@ -53,7 +53,7 @@ def candidates(most: int) -> Iterator[Entry]:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
     if most >= 64:
-        for block_m, fill in product((64, 128), (1, 2)):
+        for block_m, fill in product((64, 128), range(3)):
             yield Entry(most, "wide", 16, 4, block_m, 4, 6, fill)
     if most > 512:
         yield from (dequantize(most, chunk) for chunk in (0, 2048, 4096, 6144))
@@ -121,13 +121,15 @@ def compile_variant(job: tuple[TilePlan, int]) -> None:
 
 def _compile_wide(plan: TilePlan, group: int, device: torch.device) -> None:
     from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
-    from qengine_kernels.wna16_gemm.wide_launcher import rows_of, wide_constants
+    from qengine_kernels.wna16_gemm.wide_launcher import rows_of, weight_of, wide_constants
 
     bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
     rows = rows_of(torch.empty(16, 4096, dtype=bf16, device=device), plan.block_m)
+    words = torch.empty(4096 * 64, dtype=torch.int16, device=device)
+    meta = torch.empty(4096 // (group or 4096), 256, dtype=torch.int32, device=device)
     wide_kernel.warmup(
-        rows, torch.int16, torch.int32, bf16, bf16, parts, torch.int32, 16, 4096, 4096, 1,
-        HAS_BIAS=False, grid=(1,), **wide_constants(plan, group, torch.float16),
+        rows, *weight_of(words, meta, 4096, 256), bf16, bf16, parts, torch.int32, 16, 4096, 4096, 1,
+        HAS_BIAS=False, grid=(1,), **wide_constants(plan, group, torch.float16), **overlap(device),
     )  # fmt: skip
 
 

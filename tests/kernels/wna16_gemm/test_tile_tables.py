@@ -63,14 +63,35 @@ def test_trials_fit_the_chip_and_have_what_is_in_use(most: int, n: int) -> None:
     assert {entry.kind for entry in t.entries.values()} == (kinds if n % 256 == 0 else kinds - {"wide"})
 
 
-def test_wide_tiles_run_where_they_can_and_others_elsewhere() -> None:
-    entry = Entry(256, "wide", 16, 4, 128, 4, 6)
-    there = plan_entry(HOPPER, entry, 256, 4096, 1024, 128)
-    assert (there.kind, there.tiles, there.splits, there.share) == ("wide", 32, 2, 8)
-    assert (there.kind, there.rows, there.elements) == ("wide", 4, 32 * 2 * 256 * 128)
-    for chip, n, group in ((Chip.known(80), 4096, 128), (HOPPER, 4160, 128), (HOPPER, 4096, 32)):
-        assert plan_entry(chip, entry, 256, n, 1024, group).kind == "many"
-    assert plan_entry(HOPPER, Entry(4096, "dequantize", 64, 1, 0, 4, 1), 4096, 4096, 1024, 128).kind == "dequantize"
+@pytest.mark.parametrize("shape", [(28672, 4096), (4096, 4096), (4096, 14336)])
+def test_wide_tiles_run_where_they_can_and_others_elsewhere(shape: tuple[int, int]) -> None:
+    def kinds(chip: Chip, n: int, group: int) -> list[str]:
+        return [plan_tiles(chip, m, n, shape[1], group).kind for m in (8, 32, 200, 512, 2048, 2049)]
+
+    few, *middle, most = kinds(HOPPER, shape[0], 128)
+    assert (few, middle, most) == ("few", ["many", "wide", "wide", "wide"], "dequantize")
+    for chip, n, group in ((Chip.known(80), shape[0], 128), (HOPPER, shape[0] + 64, 128), (HOPPER, shape[0], 32)):
+        assert kinds(chip, n, group) == ["few", "many", "many", "many", "dequantize", "dequantize"]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "shares"),
+    [
+        (256, 4096, 1024, [16, 8, 8, 16]),  # 32 tiles of 16 steps: no fewer than 8, which are not worth it
+        (256, 28672, 4096, [128, 109, 128, 128]),  # 224 tiles of 64 steps: equal parts of them would be 109
+        (256, 6144, 4096, [64, 24, 32, 32]),  # 48 tiles: two programs each are 96, and equal parts keep 128 busy
+        (256, 4096, 14336, [224, 55, 56, 56]),
+        (512, 6144, 4096, [64, 47, 64, 64]),
+        (2048, 4096, 14336, [448, 435, 448, 448]),
+    ],
+)
+def test_steps_of_a_program(m: int, n: int, k: int, shares: list[int]) -> None:
+    plans = [plan_entry(HOPPER, Entry(m, "wide", 16, 4, 128, 4, 6, fill), m, n, k, 128) for fill in range(4)]
+    assert [plan.share for plan in plans] == shares and [plan.splits for plan in plans] == [1, 2, 2, 2]
+    total = n // 256 * (m // 128) * (k // 64)
+    for plan in plans:
+        assert plan.tiles <= HOPPER.multiprocessors and 0 < total - plan.share * (plan.tiles - 1) <= plan.share
+        assert (plan.kind, plan.elements) == ("wide", plan.tiles * plan.splits * 256 * 128)
 
 
 @pytest.mark.gpu

@@ -89,10 +89,12 @@ def test_tiles_match_reference(
 @pytest.mark.parametrize("m", [5, 16, 31, 64, 128, 300])
 @pytest.mark.parametrize(("multiprocessors", "k", "group"), [(1, 512, 256), (1, 512, 128), (64, 1024, 128)])
 def test_every_entry_of_the_tables(m: int, multiprocessors: int, k: int, group: int, device: torch.device) -> None:
-    """A chip with one multiprocessor takes wide outputs whole, one with many splits K; tickets are 0 again after."""
-    packed, dense = weight_of(k, 256, group, device)
+    """A chip with one multiprocessor takes wide outputs whole, one with many splits K; tickets are 0 again after. 384
+    outputs are too few for the kernel of test_wide_gemm.py."""
+    packed, dense = weight_of(k, 384, group, device)
     weight, chip = to_tiles(packed), Chip(90, 227 * 1024, multiprocessors)
-    assert (plan_tiles(chip, m, 256, k, group).splits > 1) == (multiprocessors > 1)
+    plan = plan_tiles(chip, m, 384, k, group)
+    assert plan.kind in ("few", "many") and (plan.splits > 1) == (multiprocessors > 1)
     x = torch.randn(m, k, device=device).half()
     assert_close("entry", multiply(x, weight, None, chip), x.float() @ dense, LIMITS[torch.float16])
     assert not tickets(device).any()
