@@ -3,8 +3,7 @@
 A program has 256 outputs, of which each group computes 64, all from the same rows of x in shared memory: rows of x that
 a program reads again for other outputs come from the second-level cache, and that is slower than the matrix units. A
 thread of its own loads words, scales and x ahead of all groups (TMA), so that nobody waits for memory. Nothing but the
-loading binds the groups together: one decodes while others multiply. On an H200 the matrix units are busy all the time
-then, at a clock that power allows.
+loading binds the groups together: one decodes while others multiply.
 
 Written in Gluon, Triton's lower level: warps with different tasks, barriers between them and the moment at which a
 product is waited for cannot be said in Triton. There is no interpreter for it: its tests need the GPU.
