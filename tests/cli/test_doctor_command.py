@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from qengine.doctor.bandwidth import Bandwidth, measure_bandwidth
 from qengine.doctor.capabilities import capability_table
 from qengine.doctor.environment import Environment, GpuState, look_around
 from qengine.doctor.report import environment_lines
-from qengine.doctor.self_test import Result, self_test
+from qengine.doctor.self_test import ROWS, SPECS, Result, self_test
 from qengine.layers.activation import GatedActivation
 from qengine.layers.norm import RMSNorm
 from qengine.runtime.device import cpu_info
 from qengine.runtime.device_matrix import gpu
 from qengine_kernels.cpu_attention import CpuPagedKV
+from qengine_kernels.launch import Chip
+from qengine_kernels.wna16_gemm.tiled_config import plan_tiles
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -201,3 +204,10 @@ def test_host_copies_are_measured() -> None:
 def test_unknown_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "tpu"]) == 2
     assert "unknown value 'tpu'" in capsys.readouterr().err
+
+
+def test_the_self_test_reaches_every_kernel_of_4_bit_linears() -> None:
+    hopper = Chip.known(90)
+    plans = {plan_tiles(hopper, m, s.out_features, s.in_features, 128) for m, s in product(ROWS, SPECS)}
+    assert {(plan.kind, plan.splits > 1) for plan in plans} >= {("few", True), ("many", True), ("wide", True)}
+    assert any(plan.kind == "wide" and plan.share < 2048 // 64 for plan in plans), "programs that share a tile"
