@@ -4,7 +4,7 @@ rotation, activations, experts, maxima of logits, top_k and top_p."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,11 +29,9 @@ from qengine.runtime.sampling_kernels import wrong_floors, wrong_maxima
 BUDGET_S = 30.0
 ROWS = (1, 3, 20, 300)
 """Rows of a product: kernels differ in where they change their way."""
-SPECS = (
-    LinearSpec("model.layers.0.mlp.up_proj", 256, 192),
-    LinearSpec("model.layers.0.mlp.down_proj", 384, 128),
-    LinearSpec("model.layers.0.self_attn.o_proj", 2048, 256),  # sm_90 has a kernel of its own for whole 256 outputs
-)
+SPECS = (LinearSpec("model.layers.0.mlp.up_proj", 256, 192), LinearSpec("model.layers.0.mlp.down_proj", 384, 128))
+GPU_SPECS = (*SPECS, LinearSpec("model.layers.0.self_attn.o_proj", 2048, 256))
+"""With what 4-bit linears of many rows have to have for sm_90's own kernel, and for programs that share a tile."""
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Relative error against float32, by compute dtype."""
 KV_CHECKS = ("store", "attention")
@@ -91,7 +89,7 @@ def _tests(place: Place) -> Iterator[tuple[str, Test]]:
             yield f"{name}, {short(dtype)}", partial(layer_test, place.device, place.info, dtype, limit)
     yield "maxima of logits", partial(_maxima, place)
     yield "top_k and top_p", partial(_floors, place)
-    for what, stored in stored_linears():
+    for what, stored in stored_linears(GPU_SPECS if place.info.type == "cuda" else SPECS):
         for dtype, limit in place.limits:
             yield f"{what}, {short(dtype)}", partial(_linear, stored, place, dtype, limit)
             if place.info.type == "cuda":
@@ -103,18 +101,18 @@ def _tests(place: Place) -> Iterator[tuple[str, Test]]:
                 yield f"KV cache {name}: {check.name}", partial(_kv, check, subject)
 
 
-def stored_linears() -> Iterator[tuple[str, list[Stored]]]:
+def stored_linears(specs: Sequence[LinearSpec] = SPECS) -> Iterator[tuple[str, list[Stored]]]:
     """By format, small linears that hold what it makes: 16-bit, then each installed format's own samples."""
-    dense = [Stored(load_plugin("weight", DENSE), None, spec, {"weight": weight_of(spec)}, True) for spec in SPECS]
+    dense = [Stored(load_plugin("weight", DENSE), None, spec, {"weight": weight_of(spec)}, True) for spec in specs]
     yield dense[0].scheme.format, dense
     for record in list_plugins("weight"):
         try:
-            yield from _of_plugin(record.name)
+            yield from _of_plugin(record.name, specs)
         except Exception:  # `qengine plugins` shows what does not load, `qengine plugins check` what raises
             continue
 
 
-def _of_plugin(name: str) -> Iterator[tuple[str, list[Stored]]]:
+def _of_plugin(name: str, specs: Sequence[LinearSpec]) -> Iterator[tuple[str, list[Stored]]]:
     plugin = load_plugin("weight", name)
     quantizer = plugin.quantizer()
     if quantizer is not None:
@@ -122,14 +120,14 @@ def _of_plugin(name: str) -> Iterator[tuple[str, list[Stored]]]:
         method = str(config.get("quant_method", name))
         quant = select_quant(None, QuantConfig(method, config, "doctor")).quant
         assert quant is not None
-        specs = [spec for spec in SPECS if quantizer.accepts(spec) is None]
+        taken = [spec for spec in specs if quantizer.accepts(spec) is None]
         own = [
-            Stored(type(quant), config, spec, quantizer.quantize(spec, weight_of(spec)), True) for spec in specs
+            Stored(type(quant), config, spec, quantizer.quantize(spec, weight_of(spec)), True) for spec in taken
         ]
         if own:
             yield own[0].scheme.format, own
     if plugin.quantizes_at_load:
-        own = [Stored(plugin, None, spec, {"weight": weight_of(spec)}, True) for spec in SPECS]
+        own = [Stored(plugin, None, spec, {"weight": weight_of(spec)}, True) for spec in specs]
         yield own[0].scheme.format, own
     for sample in plugin.samples():
         stored = Stored(plugin, sample.config, sample.spec, sample.tensors, False)

@@ -18,7 +18,7 @@ from qengine.doctor.bandwidth import Bandwidth, measure_bandwidth
 from qengine.doctor.capabilities import capability_table
 from qengine.doctor.environment import Environment, GpuState, look_around
 from qengine.doctor.report import environment_lines
-from qengine.doctor.self_test import ROWS, SPECS, Result, self_test
+from qengine.doctor.self_test import GPU_SPECS, ROWS, Result, self_test
 from qengine.layers.activation import GatedActivation
 from qengine.layers.norm import RMSNorm
 from qengine.runtime.device import cpu_info
@@ -208,6 +208,6 @@ def test_unknown_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_self_test_reaches_every_kernel_of_4_bit_linears() -> None:
     hopper = Chip.known(90)
-    plans = {plan_tiles(hopper, m, s.out_features, s.in_features, 128) for m, s in product(ROWS, SPECS)}
+    plans = {plan_tiles(hopper, m, s.out_features, s.in_features, 128) for m, s in product(ROWS, GPU_SPECS)}
     assert {(plan.kind, plan.splits > 1) for plan in plans} >= {("few", True), ("many", True), ("wide", True)}
     assert any(plan.kind == "wide" and plan.share < 2048 // 64 for plan in plans), "programs that share a tile"
