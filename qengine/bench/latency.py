@@ -11,6 +11,7 @@ from qengine.bench.offline import TimedEngine
 from qengine.bench.options import LatencyOptions
 from qengine.bench.prompts import asks, token_ids
 from qengine.config import EngineConfig
+from qengine.errors import ConfigError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -18,7 +19,13 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def measure(config: EngineConfig, options: LatencyOptions, say: Callable[[str], None]) -> dict[str, Any]:
     """Figures under vLLM's names, in seconds (`avg_latency`, `latencies`, `percentiles`), and those of tokens in ms."""
     timed = TimedEngine(config, not options.disable_detokenize, say)
-    vocab = timed.engine.facts.vocab_size
+    vocab, longest = timed.engine.facts.vocab_size, timed.engine.facts.max_model_len
+    if options.input_len + options.output_len > longest:
+        raise ConfigError(
+            f"--input-len {options.input_len} and --output-len {options.output_len} do not fit the model's context",
+            have=f"{longest} tokens",
+            need=options.input_len + options.output_len,
+        )
     seconds: list[float] = []
     all_timings = []
     for i in range(options.num_iters_warmup + options.num_iters):

@@ -18,13 +18,16 @@ def measure(config: EngineConfig, options: ThroughputOptions, say: Callable[[str
     timed = TimedEngine(config, not options.disable_detokenize, say)
     facts = timed.engine.facts
     o, room = options, facts.max_model_len - options.random_prefix_len
+    if o.dataset_name == "random" and o.input_len + o.output_len > room:
+        say(f"WARNING: prompts and answers are cut to the model's context of {facts.max_model_len} tokens")
     made = asks(o.dataset_name, o.num_prompts, o.input_len, o.output_len, o.random_range_ratio, config.seed, room)
 
     def prompt(ask: Ask, most: int) -> tuple[list[int], int]:
         return token_ids(ask, options.random_prefix_len, facts.vocab_size), min(ask.output_len, most)
 
+    warm_prompts = min(WARM_PROMPTS, o.num_prompts)
     for i in range(options.num_warmups):
-        warm = asks("random", WARM_PROMPTS, o.input_len, o.output_len, 0.0, config.seed + 1 + i, room)
+        warm = asks("random", warm_prompts, o.input_len, o.output_len, 0.0, config.seed + 1 + i, room)
         timed.run([prompt(ask, WARM_TOKENS) for ask in warm])
     prompts = [prompt(ask, ask.output_len) for ask in made]
     timings = timed.run(prompts)

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_folder(config.model, revision=config.revision, config_only=True, say=say)
     report = plan_report(dataclasses.replace(config, model=str(folder), revision=None), args.gpu, args.fit)
     report.model = config.model
-    if args.png is not None:
+    if args.png is not None and report.memory is None and report.fit is None:
+        report.notes.append("WARNING: --png: there is nothing to draw, because the plan is refused")
+    elif args.png is not None:
         from qengine.runtime.plan_chart import draw
 
         draw(report, Path(args.png))

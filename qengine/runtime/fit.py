@@ -7,7 +7,7 @@ in host memory. A step down is only taken where everything above it fails to rea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,14 +26,23 @@ FEW_SEQUENCES = 32
 
 @dataclass(frozen=True)
 class Rung:
-    """Other options, and the plan's input with them."""
+    """Other options, and the plan's inputs with them: as serving plans, then with the fewer bytes that it keeps where
+    those do not fit."""
 
     changes: dict[str, object]
-    inputs: PlanInput
+    inputs: tuple[PlanInput, ...]
 
     def at(self, length: int | None, offload: bool = False) -> MemoryPlan | None:
-        asked = None if offload else self.inputs.offload
-        return attempt(dataclasses.replace(self.inputs, max_model_len=length, offload=asked))
+        """The plan that serving would make for `length`; None: for the longest there is."""
+        plans = (found for inputs in self.inputs if (found := self._plan(inputs, length, offload)) is not None)
+        if length is not None:
+            return next(plans, None)
+        return max(plans, key=lambda found: found.max_model_len, default=None)
+
+    @staticmethod
+    def _plan(inputs: PlanInput, length: int | None, offload: bool) -> MemoryPlan | None:
+        asked = None if offload else inputs.offload
+        return attempt(dataclasses.replace(inputs, max_model_len=length, offload=asked))
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,20 @@ class Fit:
 
 def fit(s: Surveyed, goal: Goal) -> Fit | None:
     """None when nothing fits, not even with everything in host memory."""
-    rungs = list(_rungs(s))
+    smaller = s.compacted()
+    kept = (s,) if smaller is None else (s, smaller)
+    rungs = list(_rungs(s, kept))
     longest = s.config.max_model_len or s.model.max_position
     found = _context(rungs, longest) if goal == "context" else _streams(rungs, s.config, longest)
-    return None if found is None else _planned_anew(s, found)
+    return None if found is None else _planned_anew(kept, found)
 
 
-def _planned_anew(s: Surveyed, found: Fit) -> Fit:
+def _planned_anew(kept: Sequence[Surveyed], found: Fit) -> Fit:
     """The plan as serving makes it with all changes: a shorter length also makes graphs smaller."""
-    inputs = s.inputs(_changed(s.config, found.changes))
-    plan = attempt(dataclasses.replace(inputs, block_bytes=found.plan.inputs.block_bytes, alternatives={}))
+    asked = (s.inputs(_changed(s.config, found.changes)) for s in kept)
+    block_bytes = found.plan.inputs.block_bytes
+    plans = (attempt(dataclasses.replace(inputs, block_bytes=block_bytes, alternatives={})) for inputs in asked)
+    plan = next((plan for plan in plans if plan is not None), None)
     assert plan is not None, "what fits with larger graphs fits"
     return dataclasses.replace(found, plan=plan)
 
@@ -72,7 +85,7 @@ def _changed(config: EngineConfig, changes: Mapping[str, object]) -> EngineConfi
     return dataclasses.replace(config, **fields)  # type: ignore[arg-type]
 
 
-def _rungs(s: Surveyed) -> Iterator[Rung]:
+def _rungs(s: Surveyed, kept: Sequence[Surveyed]) -> Iterator[Rung]:
     """From what was asked for on down; each changes more than the one before."""
     asked = s.inputs(s.config)
     steps = [n for n in SMALL_STEPS if n < asked.max_chunk]
@@ -90,9 +103,9 @@ def _rungs(s: Surveyed) -> Iterator[Rung]:
         if changes in seen:
             continue
         seen.append(changes)
-        inputs = s.inputs(_changed(s.config, changes))
+        inputs = tuple(each.inputs(_changed(s.config, changes)) for each in kept)
         if block_bytes is not None:
-            inputs = dataclasses.replace(inputs, block_bytes=block_bytes)
+            inputs = tuple(dataclasses.replace(each, block_bytes=block_bytes) for each in inputs)
         yield Rung(changes, inputs)
 
 

@@ -150,18 +150,37 @@ def describe_device(machine: Machine) -> str:
 
 
 def _instead(config: EngineConfig, machine: Machine) -> dict[str, object]:
-    """The fewest settings changed to auto with which nothing is refused any more."""
+    """The fewest settings changed to auto with which nothing is refused any more, and what memory asks for then. Empty
+    where there are none."""
     tries: list[dict[str, object]] = [{name: value} for name, value in SAFE_OPTIONS]
     tries.append(dict(SAFE_OPTIONS))
     for changes in tries:
         if any(getattr(config, name) == value for name, value in changes.items()):
             continue
         try:
-            look_at_model(dataclasses.replace(config, **changes), machine)  # type: ignore[arg-type]
+            s, _ = look_at_model(dataclasses.replace(config, **changes), machine)  # type: ignore[arg-type]
         except UserError:
             continue
-        return changes
+        return _with_memory(s, config, machine, changes)
     return {}
+
+
+def _with_memory(
+    s: Surveyed, config: EngineConfig, machine: Machine, changes: dict[str, object]
+) -> dict[str, object]:
+    """`changes`, with which `s` was looked at, and those that make its memory fit; empty where that is not known."""
+    try:
+        divide(s)
+        return changes
+    except CapacityError as e:
+        more = {**changes, **e.changes}
+        if not e.changes:
+            return {}
+    try:
+        divide(look_at_model(dataclasses.replace(config, **more), machine)[0])  # type: ignore[arg-type]
+    except UserError:
+        return {}
+    return more
 
 
 def _choices(out: PlanReport, s: Surveyed) -> None:

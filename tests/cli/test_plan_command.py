@@ -152,6 +152,24 @@ def test_a_refused_dtype_names_what_works(tmp_path: Path, capsys: pytest.Capture
     assert again == 0 and works["choices"]["compute dtype"].startswith("float16 (sm_75 has no bfloat16; float32 acc")
 
 
+@pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--dtype", "bfloat16", "--max-model-len", "200000"]])
+@pytest.mark.parametrize("quantised", ["16-bit", "awq"])
+def test_what_works_instead_of_a_refused_dtype_also_fits(
+    quantised: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_config(tmp_path, "Llama-3.1-8B", quantised))
+    code, found = planned(capsys, folder, "--gpu", "t4", *flags)
+    assert code == 1 and "T4 has no bfloat16" in found["refused"] and "--dtype auto" in found["would_work"]
+    assert planned(capsys, folder, "--gpu", "t4", *flags, *found["would_work"].split())[0] == 0, found["would_work"]
+
+
+def test_a_refused_plan_has_no_chart_and_its_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, chart = str(write_config(tmp_path, "Llama-3.1-8B", "16-bit")), tmp_path / "chart.png"
+    code, found = planned(capsys, folder, "--gpu", "t4", "--png", str(chart))
+    assert code == 1 and "--cpu-offload-gb" in found["would_work"] and not chart.exists()
+    assert found["notes"][-1].startswith("WARNING: --png: there is nothing to draw")
+
+
 def test_fit_prints_flags_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_config(tmp_path, "Qwen2.5-14B", "awq"))
     flags = ["--gpu", "t4", "--max-model-len", "16384"]

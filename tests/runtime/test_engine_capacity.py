@@ -1,5 +1,6 @@
 """CASES C16: an fp8 cache really holds twice the tokens, and a length that cannot fit is refused with the numbers."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,27 @@ def test_short_memory_takes_the_compact_weights(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(none, none))
     with pytest.raises(CapacityError):
         decide(config)
+
+
+def test_fit_is_never_worse_than_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only fits without copies of weights fits for --fit too, whose plan then is the one of serving."""
+    from qengine.config import EngineConfig
+    from qengine.runtime import device
+    from qengine.runtime.decide import divide, look_at
+    from qengine.runtime.fit import fit
+    from qengine.runtime.plan_input import CPU_RESERVE
+    from toy_models import make_tiny_awq
+
+    folder, _ = make_tiny_awq(tmp_path, group=64)
+    config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_batched_tokens=32, max_num_seqs=4)
+    roomy = divide(look_at(config))
+    need = roomy.load_plan.total_bytes + roomy.memory.inputs.activations + CPU_RESERVE
+    monkeypatch.setattr(device, "memory", lambda d: device.DeviceMemory(need, need))
+    tight = divide(look_at(config)).memory
+    for asked in (None, tight.max_model_len):
+        s = look_at(dataclasses.replace(config, max_model_len=asked))
+        for goal in ("context", "streams"):
+            found = fit(s, goal)
+            assert found is not None and found.plan.max_model_len >= (asked or 1), (asked, goal)
+            again = divide(look_at(dataclasses.replace(s.config, **found.changes))).memory
+            assert again.max_model_len == found.plan.max_model_len and again.kv_tokens == found.plan.kv_tokens
