@@ -28,7 +28,7 @@ MAX_BEAM_LOGPROBS = 20
 FLAG_NAMES = {"quant": "quantization", "kv_dtype": "kv_cache_dtype"}
 """Keywords named as flags are that have two names."""
 AUTO = ("max_model_len", "cpu_offload_gb", "expert_slots")
-"""Keywords that take "auto", as their flags do."""
+"""Keywords that take "auto", as their flags do; None is their default, as elsewhere in Python."""
 
 
 class LLM:
@@ -237,7 +237,9 @@ def _engine_options(named: Mapping[str, Any], options: Mapping[str, Any]) -> dic
             raise ConfigError(f"LLM: unknown keyword {name!r}", hint=", ".join(near or sorted(defaults)))
         if found.get(field, defaults[field]) not in (defaults[field], value):
             raise ConfigError(f"LLM: {name} and {field} are two names of one keyword", have=f"{value}, {found[field]}")
-        found[field] = None if field in AUTO and value == "auto" else value
+        if field in AUTO:
+            value = None if value == "auto" else defaults[field] if value is None else value
+        found[field] = value
     return found
 
 

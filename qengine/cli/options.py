@@ -86,11 +86,17 @@ def real(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
+        need = "one without a unit, such as 4 or 0.5"
+        raise argparse.ArgumentTypeError(f"not a number: {text!r}; need: {need}") from None
 
 
 def real_or_auto(text: str) -> float | None:
-    return None if text == "auto" else real(text)
+    if text == "auto":
+        return None
+    try:
+        return real(text)
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"{e}, or auto") from None
 
 
 def flags_of(field: dataclasses.Field[Any], opt: Option) -> tuple[str, ...]:

@@ -293,15 +293,20 @@ def _more_memory(inputs: PlanInput) -> str:
     return f"a device with {format_bytes(total)}, or smaller weights"
 
 
+def _tokens_held(inputs: PlanInput) -> int:
+    """Tokens of the KV cache where the length asked for fits; else those of the longest that does, which needs less
+    beside the cache."""
+    if attempt(inputs) is not None:
+        return inputs.most_tokens(inputs.usable_blocks)
+    shorter = next(_length(inputs), None)
+    return 0 if shorter is None else shorter.inputs.max_model_len or 0
+
+
 def _too_long(inputs: PlanInput, fits: int) -> CapacityError:
     """The KV cache exists but is too small for one request of the length asked for."""
     asked = inputs.max_model_len or LEAST_LEN
     have, need = inputs.usable_blocks * inputs.block_bytes, inputs.needed_blocks * inputs.block_bytes
-    held = {
-        name: max(0, change.inputs.most_tokens(change.inputs.usable_blocks))
-        for change in _dtypes(inputs)
-        for name in [change.text()]
-    }
+    held = {change.text(): _tokens_held(change.inputs) for change in _dtypes(inputs)}
     ways = (
         _slots, _dtypes, _cache_bytes, _share, _chunk, _sequences, _length, _together, _offload, _automatic_slots,
     )  # fmt: skip

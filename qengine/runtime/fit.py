@@ -47,16 +47,13 @@ class Rung:
 
 @dataclass(frozen=True)
 class Fit:
-    """Options that differ from those asked for, and the plan with them."""
+    """Options that differ from those asked for, the plan with them, and how many requests of its length run at once: as
+    many as the KV cache holds, at most `max_num_seqs`."""
 
     goal: Goal
     changes: dict[str, object]
     plan: MemoryPlan
-
-    @property
-    def streams(self) -> float:
-        """Requests of the plan's length at once."""
-        return self.plan.concurrency(self.plan.max_model_len)
+    streams: float = 0.0
 
 
 def fit(s: Surveyed, goal: Goal) -> Fit | None:
@@ -71,12 +68,14 @@ def fit(s: Surveyed, goal: Goal) -> Fit | None:
 
 def _planned_anew(kept: Sequence[Surveyed], found: Fit) -> Fit:
     """The plan as serving makes it with all changes: a shorter length also makes graphs smaller."""
-    asked = (s.inputs(_changed(s.config, found.changes)) for s in kept)
+    config = _changed(kept[0].config, found.changes)
+    asked = (s.inputs(config) for s in kept)
     block_bytes = found.plan.inputs.block_bytes
     plans = (attempt(dataclasses.replace(inputs, block_bytes=block_bytes, alternatives={})) for inputs in asked)
     plan = next((plan for plan in plans if plan is not None), None)
     assert plan is not None, "what fits with larger graphs fits"
-    return dataclasses.replace(found, plan=plan)
+    streams = min(plan.concurrency(plan.max_model_len), config.max_num_seqs)
+    return dataclasses.replace(found, plan=plan, streams=streams)
 
 
 def _changed(config: EngineConfig, changes: Mapping[str, object]) -> EngineConfig:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from qengine.errors import ConfigError
 from qengine.plugin import DeviceInfo
+from qengine.runtime.device import MIN_SM
 from qengine_kernels.launch import SHARED_MEMORY
 
 GIB = 1 << 30
@@ -74,9 +75,15 @@ GPUS = {
 """By the name that --gpu takes."""
 
 
+TOO_OLD = {"k80": 37, "m40": 52, "p4": 61, "p40": 61, "p100": 60, "1080": 61, "1080ti": 61, "v100": 70, "titanv": 70}
+"""Well-known GPUs that are refused, and their sm."""
+
+
 def find_gpu(name: str) -> Gpu:
-    """Raises ConfigError with the names there are."""
+    """Raises ConfigError with the names there are, or for a GPU that is too old."""
     found = GPUS.get(name.lower())
+    if old := TOO_OLD.get(name.lower()):
+        raise ConfigError(f"--gpu {name} is too old", have=f"sm_{old}", need=f"sm_{MIN_SM} or newer")
     if found is None:
         raise ConfigError(f"--gpu {name}: not known", need=" | ".join(["auto", *GPUS]))
     return found

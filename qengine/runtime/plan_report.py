@@ -127,6 +127,8 @@ def plan_report(config: EngineConfig, gpu: str | None = None, goal: Goal | None 
         out.memory = MemoryReport.of(built.memory)
         out.notes += built.notes
         out.notes += offload_notes(config, built.memory.inputs)
+        if out.memory.host_lines and not machine.here:
+            out.notes.append("whether that machine has the host memory that is pinned is not known here")
     except CapacityError as e:
         out.refused = one_line(e)
         out.would_work = flags_for(e.changes)

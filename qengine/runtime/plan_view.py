@@ -68,7 +68,7 @@ def _show_fit(report: PlanReport, console: Console, goal: str) -> None:
     console.print()
     found = report.fit
     if found is None:
-        console.print(f"--fit {goal}: no settings fit this model here")
+        console.print(f"--fit {goal}: nothing fits with the other flags as they are")
         return
     what = f"{found.memory.max_model_len:,} tokens of context, {found.streams:.2f} requests of that length at once"
     console.print(f"--fit {goal}: {found.flags or 'as asked'}")

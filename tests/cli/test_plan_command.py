@@ -215,7 +215,9 @@ def test_flags_of_the_server_change_nothing(tiny: Path, capsys: pytest.CaptureFi
     ("arguments", "said"),
     [
         ([], "plan needs a model"),
-        (["--gpu", "v100"], "--gpu v100: not known; need: auto | t4"),
+        (["--gpu", "gtx 1650"], "--gpu gtx 1650: not known; need: auto | t4"),
+        (["--gpu", "V100"], "--gpu V100 is too old; have: sm_70; need: sm_75 or newer"),
+        (["--cpu-offload-gb", "4G"], "not a number: '4G'; need: one without a unit, such as 4 or 0.5, or auto"),
         (["--gpu", "t4", "--device", "cpu"], "--gpu t4 and --device cpu contradict each other"),
         (["--kv-dtype", "int9"], "no plugin named 'int9'"),
         (["--tokenizer", "/no/such"], "--tokenizer: no such folder: /no/such"),

@@ -85,3 +85,14 @@ def test_fit_is_never_worse_than_what_was_asked(tmp_path: Path, monkeypatch: pyt
             assert found is not None and found.plan.max_model_len >= (asked or 1), (asked, goal)
             again = divide(look_at(dataclasses.replace(s.config, **found.changes))).memory
             assert again.max_model_len == found.plan.max_model_len and again.kv_tokens == found.plan.kv_tokens
+
+
+def test_no_more_requests_at_once_than_may_run(tiny: Path) -> None:
+    from qengine.config import EngineConfig
+    from qengine.runtime.decide import look_at
+    from qengine.runtime.fit import fit
+
+    config = EngineConfig(model=str(tiny), device="cpu", kv_cache_memory_bytes=1 << 26, max_num_seqs=3)
+    for goal in ("context", "streams"):
+        found = fit(look_at(dataclasses.replace(config, max_model_len=64)), goal)
+        assert found is not None and found.streams == 3 < found.plan.concurrency(64)

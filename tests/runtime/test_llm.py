@@ -251,6 +251,7 @@ def test_keywords_may_be_named_as_flags_are(folder: Path) -> None:
         LLM(folder, kv_dtype="fp8", kv_cache_dtype="fp8_e5m2", **SMALL)
     with pytest.raises(ConfigError, match="unknown keyword 'kv_cachedtype'; what would work: kv_cache_dtype"):
         LLM(folder, kv_cachedtype="fp8", **SMALL)
+    assert LLM(folder, cpu_offload_gb=None, expert_slots=None, **SMALL).config.cpu_offload_gb == 0
     with pytest.raises(QEngineError, match="offload"):  # taken, and then refused on a CPU
         LLM(folder, cpu_offload_gb="auto", **SMALL)
 
