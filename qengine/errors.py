@@ -30,6 +30,7 @@ class UserError(QEngineError):
         if hint:
             parts.append(f"what would work: {hint}")
         super().__init__("; ".join(parts))
+        self.message = message
         self.have = have
         self.need = need
         self.hint = hint

@@ -69,6 +69,10 @@ class Surveyed:
         return dataclasses.replace(self, load_plan=smaller, weights=numbers)
 
 
+ALL_LAYERS = "*"
+"""The pattern of --offload-layers that means what its default does."""
+
+
 @dataclass
 class Built:
     """Everything that is decided from headers, before weights are read."""
@@ -105,11 +109,14 @@ def divide(s: Surveyed) -> Built:
     load_plan, compact = s.load_plan, False
     try:
         memory = plan(s.inputs(config))
-    except CapacityError:
+    except CapacityError as e:
         smaller = s.compacted()
         if smaller is None:
-            raise
-        memory = plan(smaller.inputs(config))
+            raise _with_all_layers(s, e) from None
+        try:
+            memory = plan(smaller.inputs(config))
+        except CapacityError as still:
+            raise _with_all_layers(smaller, still) from None
         notes.append(
             f"Memory is short: linears keep {report.gib(smaller.load_plan.total_bytes)} instead of "
             f"{report.gib(load_plan.total_bytes)}, without the copies that make large batches fast"
@@ -128,6 +135,24 @@ def divide(s: Surveyed) -> Built:
         config, s.machine.device, s.machine.info, s.dtype, s.dtype_reason, batched_tokens(config, s.machine.info),
         s.choice, s.kv, s.checkpoint, model, layouts, load_plan, s.scales, memory, notes,
     )  # fmt: skip
+
+
+def _with_all_layers(s: Surveyed, refused: CapacityError) -> CapacityError:
+    """The same refusal, with what helps where --offload-layers leaves too little that may move."""
+    if refused.changes or s.config.offload_layers in (None, ALL_LAYERS):
+        return refused
+    changes: dict[str, object] = {"offload_layers": ALL_LAYERS}
+    hint = f"--offload-layers '{ALL_LAYERS}'"
+    config = dataclasses.replace(s.config, offload_layers=ALL_LAYERS)
+    weights = WeightNumbers.of(s.model, s.load_plan, s.dtype, s.machine.info, config)
+    try:
+        plan(dataclasses.replace(s, weights=weights).inputs(config))
+    except CapacityError as e:
+        if not e.changes:
+            return refused
+        changes |= e.changes
+        hint += f" {e.hint}"
+    return CapacityError(refused.message, have=refused.have, need=refused.need, hint=hint, changes=changes)
 
 
 def _range_notes(s: Surveyed) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -220,4 +221,5 @@ def _graphs(config: EngineConfig, info: DeviceInfo) -> str:
 def flags_for(changes: Mapping[str, object]) -> str:
     """Fields of the config as flags, each in its first spelling."""
     spelt = {f.name: opt.flags[0] if opt.flags else "--" + f.name.replace("_", "-") for f, opt in options(EngineConfig)}
-    return " ".join(f"{spelt[name]} {'auto' if value is None else value}" for name, value in changes.items())
+    texts = {name: "auto" if value is None else shlex.quote(str(value)) for name, value in changes.items()}
+    return " ".join(f"{spelt[name]} {text}" for name, text in texts.items())

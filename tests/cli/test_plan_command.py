@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import struct
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,16 @@ def test_what_works_instead_of_a_refused_dtype_also_fits(
     code, found = planned(capsys, folder, "--gpu", "t4", *flags)
     assert code == 1 and "T4 has no bfloat16" in found["refused"] and "--dtype auto" in found["would_work"]
     assert planned(capsys, folder, "--gpu", "t4", *flags, *found["would_work"].split())[0] == 0, found["would_work"]
+
+
+@pytest.mark.parametrize("flags", [["--cpu-offload-gb", "1"], ["--cpu-offload-gb", "auto"]])
+def test_patterns_that_leave_too_little_to_offload(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(write_config(tmp_path, "Llama-3.1-8B", "16-bit")), "--gpu", "t4", *flags]
+    code, found = planned(capsys, *asked, "--offload-layers", "model.layers.0")
+    assert code == 1 and "what would work: --offload-layers '*'" in found["refused"]
+    assert planned(capsys, *asked, *shlex.split(found["would_work"]))[0] == 0, found["would_work"]
 
 
 def test_a_refused_plan_has_no_chart_and_its_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
