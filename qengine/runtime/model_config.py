@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qengine.errors import CheckpointError, UserError
 from qengine.runtime.checkpoint import Checkpoint
-from qengine.runtime.config_checks import check_sizes
+from qengine.runtime.config_checks import check_sizes, check_values
 from qengine.runtime.expert_layout import settle_experts
 from qengine.runtime.model_texts import read_settings
 
@@ -25,6 +25,7 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
     under their family's names, see `settle_experts`.
     """
     raw = checkpoint.raw_config
+    check_values(raw)
     check_sizes(raw, checkpoint.tensors)
     if "auto_map" in raw and raw.get("model_type") is None and not trust_remote_code:
         raise CheckpointError("this model brings its own code", hint="--trust-remote-code, if you trust it")
