@@ -37,6 +37,18 @@ def test_latency(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "Asynchronous scheduling: off" in said, "the engine's own report goes to stderr"
 
 
+def test_lengths_that_no_context_holds(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One batch of a length is refused; a mixture is cut, which is said."""
+    argv = ["--device", "cpu", "--kv-cache-memory-bytes", "1M", "--max-model-len", "64", "--output-len", "4"]
+    assert main(["bench", "latency", str(tiny), *argv, "--input-len", "61"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--input-len 61 and --output-len 4 do not fit" in error and "have: 64 tokens; need: 65" in error
+    assert main(["bench", "throughput", str(tiny), *argv, "--input-len", "61", "--num-prompts", "1"]) == 0
+    assert "cut to the model's context of 64 tokens" in capsys.readouterr().err
+    assert main(["bench", "throughput", str(tiny), *argv, "--input-len", "60", "--num-prompts", "1"]) == 0
+    assert "cut to" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("extra", [[], ["--async-scheduling", "--disable-detokenize"]], ids=["plain", "async"])
 def test_throughput(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
     out = tmp_path / "throughput.json"

@@ -174,6 +174,13 @@ def test_patterns_that_leave_too_little_to_offload(
     assert planned(capsys, *asked, *shlex.split(found["would_work"]))[0] == 0, found["would_work"]
 
 
+def test_host_memory_of_another_machine_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [str(write_config(tmp_path, "Qwen2.5-7B", "awq")), "--gpu", "t4", "--max-num-batched-tokens", "2048"]
+    said = "whether that machine has the host memory that is pinned is not known here"
+    notes = [planned(capsys, *asked, "--swap-space", size)[1]["notes"] for size in ("0", "100000")]
+    assert [said in each for each in notes] == [False, True]
+
+
 def test_a_refused_plan_has_no_chart_and_its_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, chart = str(write_config(tmp_path, "Llama-3.1-8B", "16-bit")), tmp_path / "chart.png"
     code, found = planned(capsys, folder, "--gpu", "t4", "--png", str(chart))

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qengine_kernels.overlap import overlap
 from qengine_kernels.split_k import tickets
 from qengine_kernels.wna16_gemm.tiled_config import TilePlan
+from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, SWATH
 from qengine_kernels.wna16_gemm.tiles import INPUTS, OUTPUTS, TiledWeight
 from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
 
-SCALES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 X_LINES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 WORD_LINES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 META_LINES = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-SWATH = 8
-"""Tiles of N that programs go through for one tile of M before they turn to the next."""
 
 
 def launch_wide(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, plan: TilePlan) -> torch.Tensor:
