@@ -1,4 +1,4 @@
-"""Which kernels Triton made ready: each is compiled, or loaded from the disk cache, at its first launch with a new
+"""Which kernels were made ready: each is compiled, or loaded from the disk cache, at its first launch with a new
 specialisation. While requests are served that costs milliseconds to seconds, so somebody should hear of it.
 """
 
@@ -18,6 +18,12 @@ def kernels_compiled() -> list[str]:
         _watching = True
         _watch()
     return _names
+
+
+def made_ready(name: str) -> None:
+    """A kernel that Triton does not know of was compiled or loaded."""
+    if _watching:
+        _names.append(name)
 
 
 def _watch() -> None:

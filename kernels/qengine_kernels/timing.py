@@ -14,6 +14,26 @@ COLD_BYTES = 250_000_000
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
     """Microseconds of one call: the median over replays of a graph of all calls, over their number."""
+    return turns_us([calls], replays)[0]
+
+
+def turns_us(contenders: Sequence[Sequence[Callable[[], Any]]], replays: int = 7) -> list[float]:
+    """`graph_us` of several, whose graphs are replayed in turns: a clock that falls while a chip gets warm falls for
+    all of them."""
+    graphs = [_captured(calls) for calls in contenders]
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for graph, calls, of in zip(graphs, contenders, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            of.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return [statistics.median(of) for of in times]
+
+
+def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -22,15 +42,7 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return graph
 
 
 def conditions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Linears of one shape on this GPU: 4-bit and FP8 kernels beside cuBLAS in bfloat16.
 
-Microseconds a call from CUDA graph replay, weights rotated through the L2 cache, x random; every result is checked
-against float32 in the same run. W4 is 4 bits in groups with zeros; FP8 is e4m3 with a scale a row and activations
-rounded by token (the rounding is not timed).
+Microseconds a call from CUDA graphs replayed in turns, weights rotated through the L2 cache, x random; every result is
+checked against float32 in the same run. W4 is 4 bits in groups with zeros; FP8 is e4m3 with a scale a row and
+activations rounded by token (the rounding is not timed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qengine.errors import QEngineError
 from qengine_kernels.fp8_linear.cuda import Fp8CudaLinear
 from qengine_kernels.fp8_linear.weight import Fp8Shard, stack_shards
 from qengine_kernels.launch import Chip
-from qengine_kernels.timing import copies, error, graph_us
+from qengine_kernels.timing import copies, error, turns_us
 from qengine_kernels.wna16_gemm import TiledWeight, held_weight, wna16_matmul
 from qengine_kernels.wna16_gemm.layout import PackedWeight, pack_codes
 from qengine_kernels.wna16_gemm.reference import dequantize_reference
@@ -38,12 +38,15 @@ def measure(n: int, k: int, rows: Sequence[int], group: int) -> list[dict[str, A
     for m in rows:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         row: dict[str, Any] = {"n": n, "k": k, "m": m, "floor": n * k / 2 * (1 + 8 / group) / 4.2e6}
+        timed = []
         for kind, (ops, meaning) in found.items():
             wrong = error(ops[0](x), x.float() @ meaning.t())
             if not wrong < LIMITS[kind]:
                 raise QEngineError(f"{kind} N {n} K {k} M {m}: relative error {wrong:.3g} above {LIMITS[kind]}")
             calls = fp8_calls(ops, x) if kind == "FP8" else [partial(op, x) for op in ops]
-            row[kind], row[f"{kind} error"] = graph_us(calls if m <= 512 else calls[:4]), wrong
+            timed.append(calls if m <= 512 else calls[:4])
+            row[f"{kind} error"] = wrong
+        row |= zip(found, turns_us(timed), strict=True)
         if "W4" in found:
             row["route"] = plan_tiles(chip, m, n, k, 0 if group >= k else group).kind
         out.append(row)

@@ -10,7 +10,6 @@ import triton
 from cross_compile_sass import disassembled, faults_of_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from qengine_kernels.launch import Chip
 from qengine_kernels.overlap import LEAST_SM
@@ -55,8 +54,7 @@ def compile_variant(variant: Variant, chip: Chip) -> int:
             if (name.endswith("stride") or name in known) and name not in variant.unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {(names.index(k),): v for k, v in values.items()}
-    make = GluonASTSource if isinstance(variant.kernel, GluonJITFunction) else ASTSource
-    source = make(variant.kernel, signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", chip.sm, 32), options=variant.options)
     if chip.sm == 90:
         refuse_memory_in_use(compiled.asm, compiled.metadata.num_warps)

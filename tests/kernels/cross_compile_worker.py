@@ -54,11 +54,9 @@ from qengine_kernels.w8a16_gemm.config import plan_bytes
 from qengine_kernels.w8a16_gemm.kernel import byte_dequantize_kernel, byte_gemm_kernel, byte_gemv_kernel
 from qengine_kernels.wna16_gemm.config import grouping, plan_gemm
 from qengine_kernels.wna16_gemm.kernel import dequantize_kernel, gemm_kernel, gemv_kernel, sum_splits_kernel
-from qengine_kernels.wna16_gemm.tiled_config import Entry, TilePlan, plan_entry, plan_tiles
+from qengine_kernels.wna16_gemm.tiled_config import plan_tiles
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_dequantize_kernel, tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import SCALES, tile_constants
-from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
-from qengine_kernels.wna16_gemm.wide_launcher import META_LINES, WORD_LINES, X_LINES, wide_constants
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from row_format import RowKV
@@ -121,8 +119,7 @@ def gemms(
 
 def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: torch.dtype) -> Iterator[Variant]:
     plan = plan_tiles(chip, m, n, k, group)
-    if plan.kind == "wide":
-        yield wide(dtype, plan, n, group, scales)
+    if plan.kind == "paired":  # is not Triton's: test_nvrtc.py
         return
     types = {"p_x": dtype, "p_words": "i16", "p_meta": "i32", "p_bias": dtype, "p_out": dtype}
     types |= {"p_parts": "fp32", "p_tickets": "i32"}
@@ -134,16 +131,6 @@ def tiles(chip: Chip, dtype: str, m: int, n: int, k: int, group: int, scales: to
     constants |= {"HAS_BIAS": True, "ASM": True}
     name = f"tiled_{plan.kind} m{m} n{n} k{k} g{group} {dtype}"
     yield Variant(name, tiled_kernel, types, constants, options, ("x_stride",))
-
-
-def wide(dtype: str, plan: TilePlan, n: int, group: int, scales: torch.dtype) -> Variant:
-    """The kernel of sm_90 alone."""
-    types = {"x": f"tensordesc<{dtype}[{plan.block_m}, 64],{X_LINES!r}>"}
-    types["words"] = f"tensordesc<i16[4, 16, 64],{WORD_LINES!r}>"
-    types["meta"] = f"tensordesc<i32[1, 256],{META_LINES!r}>"
-    types |= {"p_bias": dtype, "p_out": dtype, "p_parts": "fp32", "p_tickets": "i32"}
-    constants, options = split_options(wide_constants(plan, group, scales) | {"HAS_BIAS": plan.splits > 1})
-    return Variant(f"tiled_wide n{n} g{group} {dtype} shared {plan.splits > 1}", wide_kernel, types, constants, options)
 
 
 BYTE_KERNELS = {"gemv": byte_gemv_kernel, "gemm": byte_gemm_kernel, "dequantize": byte_dequantize_kernel}
@@ -315,9 +302,6 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from tiles(chip, half, 500, 4096, 14336, 32, torch.float16)
         yield from tiles(chip, half, 500, 4096, 14336, 0, torch.bfloat16)
         yield from tiles(chip, half, 3000, 4096, 4096, 128, torch.float16)
-        if chip.sm == 90:
-            whole = plan_entry(chip, Entry(256, "wide", 16, 4, 128, 4, 6, 0), 256, 28672, 4096, 128)
-            yield wide(half, whole, 28672, 128, torch.float16)
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)

@@ -2,8 +2,8 @@
 
 The tables are what `qengine tune --shapes 28672x4096,4096x14336,6144x4096,4096x4096` found on an NVIDIA H200 with
 triton 3.6; where the last two shapes disagree, the entry that loses less on the other; without sm_90's own kernel where
-that does not run. Other chips take the same
-entries as far as their shared memory goes; there `qengine tune` measures others.
+that does not run. Other chips take the same entries as far as their shared memory goes; there `qengine tune` measures
+others.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from qengine_kernels.launch import Chip, ceil_div
 from qengine_kernels.wna16_gemm.config import SCRATCH_BYTES, Route
 from qengine_kernels.wna16_gemm.tiles import INPUTS, OUTPUTS
 
-Kind = Literal["few", "many", "wide", "dequantize"]
-"""Kernels of `tiled_kernel`, that of `wide_kernel` (sm_90), or a library GEMM over dequantised weights."""
+Kind = Literal["few", "many", "paired", "dequantize"]
+"""Kernels of `tiled_kernel`, that of `paired.cu` (sm_90), or a library GEMM over dequantised weights."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """Tiles for up to `most` rows of x. `columns`: the most columns of words in a step, 4 inputs each; `fill`: how many
-    programs a multiprocessor should get where K is split for want of output tiles. Of "wide", which has one, `fill` is
-    what it gets: whole tiles (0), equal numbers of steps wherever tiles end (1), an equal part of a tile (2), or what
-    is reckoned to be fastest of these (3). Of "dequantize" only `block_m` means something: how many outputs are
+    programs a multiprocessor should get where K is split for want of output tiles. "paired" takes `rows`, 1 to 4, and
+    `block_m` (0: the tiles that are reckoned to be fastest), and with a `fill` of 1 two programs share each of the last
+    tiles where those are too few for all. Of "dequantize" only `block_m` means something: how many outputs are
     dequantised at a time, 0 for as many as SCRATCH_BYTES hold."""
 
     most: int
@@ -68,23 +68,29 @@ DEEP = (
 )
 """The same where K is large beside N."""
 
-MANY_ROWS = (Entry(64, "wide", 16, 4, 64, 4, 6), Entry(2048, "wide", 16, 4, 128, 4, 6))
-"""What sm_90 takes instead for more than 32 rows of x; in the place of NARROW, for more than 128."""
+PAIRED = Entry(1 << 30, "paired", 16, 0, 0, 4, 0)
+"""What sm_90 takes instead for more than 64 rows of x."""
+
+PAIRED_STEPS = {
+    (1, 128): 0.24, (2, 128): 0.36, (2, 192): 0.52, (2, 256): 0.63,
+    (3, 96): 0.39, (3, 128): 0.505, (3, 192): 0.72, (4, 128): 0.74,
+}  # fmt: skip
+"""(64 outputs, rows of x) of a tile -> microseconds that a step of `paired.cu` takes, as measured on an H200."""
+PAIRED_START, PAIRED_TILE, PAIRED_JOIN = 4.5, 1.0, 1.5
+"""Microseconds of a launch, of writing out a tile, and of joining two programs' sums."""
 
 TUNED: dict[tuple[Chip, int, int, int], tuple[Entry, ...]] = {}
 """Tables that were measured on this machine, by chip, N, K and group (see `tune.py`)."""
 MOST_SPLITS = 8
 LEAST_INPUTS = 512
 """Of a split: fewer are not worth the joining."""
-EQUAL_JOIN, ALIGNED_JOIN = 26, 12
-"""What it costs programs of `wide_kernel` to share tiles, in steps, as measured on an H200."""
 
 
 @dataclass(frozen=True)
 class TilePlan:
     """One launch: output tiles of 64 * rows outputs and block_m rows of x, each shared by `splits` programs that take
-    `share` steps of `parts` times 4 * columns inputs. Of kind "wide", `tiles` are programs, which take `share` steps
-    each wherever tiles end; with `splits` 2 they may leave parts of up to two tiles that they share with others."""
+    `share` steps of `parts` times 4 * columns inputs. Of kind "paired", two programs take a pair of tiles at a time,
+    `share` pairs in all, and then share each of `tiles - share` single ones."""
 
     kind: Kind
     columns: int
@@ -124,20 +130,23 @@ def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, 
         return found
     wide, deep = n // (2 * OUTPUTS) >= chip.multiprocessors, in_features >= 2 * n
     table = WIDE if wide else DEEP if deep else NARROW
-    if not wide_runs(chip, n, group):
+    if not paired_runs(chip, group):
         return table
-    few = [e for e in table if e.most < (64 if wide or deep else 256)]
-    return (*few, *(e for e in MANY_ROWS if e.most > few[-1].most))
+    few = [e for e in table if e.most < 64]
+    return (*few, replace(table[len(few)], most=64), PAIRED)
 
 
 def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group: int) -> TilePlan:
     """The launch for x [m, in_features] with the tiles of `entry`, smaller ones where the chip or the shape need it."""
     if entry.kind == "dequantize":
         return plan_dequantize(in_features, group, entry.block_m)
+    if entry.kind == "paired":
+        if entry.block_m:
+            return plan_paired(chip, entry.rows, entry.block_m, entry.fill == 1, m, n, in_features)
+        plans = [plan_paired(chip, *tile, fill, m, n, in_features) for tile in PAIRED_STEPS for fill in (False, True)]
+        return min(plans, key=lambda plan: paired_us(chip, plan, in_features))
     rows = entry.rows if n % (OUTPUTS * entry.rows) == 0 else 1
     entry = fit(chip, replace(entry, rows=rows))
-    if entry.kind == "wide":
-        return plan_wide(chip, entry, m, n, in_features)
     columns, parts = whole_groups(entry.columns, in_features, group, 2)
     tiles = n // (OUTPUTS * entry.rows) * ceil_div(m, entry.block_m)
     steps = in_features // (4 * columns * parts)
@@ -150,30 +159,40 @@ def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group
     )  # fmt: skip
 
 
-def plan_wide(chip: Chip, entry: Entry, m: int, n: int, in_features: int) -> TilePlan:
-    """At most a program a multiprocessor: those that share a tile wait for each other."""
-    steps = in_features // INPUTS
-    tiles = n // (OUTPUTS * entry.rows) * ceil_div(m, entry.block_m)
-    least = max(LEAST_INPUTS // INPUTS, ceil_div(steps, MOST_SPLITS))
-    whole = ceil_div(tiles, chip.multiprocessors) * steps
-    equal = min(whole, max(least, ceil_div(tiles * steps, chip.multiprocessors)))
-    parts = range(min(chip.multiprocessors // tiles, steps // least), 1, -1)
-    aligned = next((steps // count for count in parts if steps % count == 0), whole)
-    shares = (whole, equal, aligned)
-    if entry.fill < 3:
-        share = shares[entry.fill]
-    else:  # joining takes as long as these numbers of steps
-        share = min(zip(shares, (0, EQUAL_JOIN, ALIGNED_JOIN), strict=True), key=sum)[0]
+def plan_paired(chip: Chip, rows: int, block_m: int, sharing: bool, m: int, n: int, in_features: int) -> TilePlan:
+    """Pairs of tiles for pairs of programs; with `sharing`, where the last pairs are for at most half of the programs,
+    each of their tiles for two of them."""
+    pairs = ceil_div(n, 2 * rows * OUTPUTS) * ceil_div(m, block_m)
+    programs = max(chip.multiprocessors // 2, 1)  # pairs of them that run at a time
+    left = pairs % programs
+    if not sharing or 2 * left > programs or in_features < 2 * INPUTS:
+        left = 0
+    stages = min(8, (chip.shared_memory - paired_bytes(rows, block_m, 0)) // paired_bytes(rows, block_m, 1, 0))
     return TilePlan(
-        "wide", 16, 1, entry.rows, entry.block_m, entry.num_warps, entry.num_stages,
-        ceil_div(tiles * steps, share), 2 if entry.fill else 1, share,
+        "paired", 16, 1, rows, block_m, 4, stages, pairs + left, 2 if left else 1, pairs - left
     )  # fmt: skip
 
 
-def wide_runs(chip: Chip, n: int, group: int) -> bool:
-    """Whether `wide_kernel` serves a weight: sm_90's matrix units and loads, whole pairs of its tiles, and steps that
-    lie in one group."""
-    return chip.sm == 90 and n % (4 * OUTPUTS) == 0 and group % 64 == 0
+def paired_us(chip: Chip, plan: TilePlan, in_features: int) -> float:
+    """What a plan of kind "paired" is reckoned to take; programs that wait for others count as those they wait for."""
+    step, programs = PAIRED_STEPS[plan.rows, plan.block_m], max(chip.multiprocessors // 2, 1)
+    tiles = ceil_div(plan.share, programs)
+    us = PAIRED_START + tiles * (in_features // INPUTS * step + PAIRED_TILE)
+    if plan.splits > 1:
+        us += in_features // INPUTS * step / 2 + PAIRED_TILE + PAIRED_JOIN
+    return us
+
+
+def paired_bytes(rows: int, block_m: int, stages: int, fixed: int = 1) -> int:
+    """Shared memory of `paired.cu`: x, words, scales and two barriers of each stage; results on their way out and a
+    barrier."""
+    return stages * (2 * INPUTS * block_m + rows * (2048 + 256) + 16) + fixed * (4096 * rows + 8)
+
+
+def paired_runs(chip: Chip, group: int) -> bool:
+    """Whether `paired.cu` serves a weight: sm_90's matrix units, copy engine and clusters, and steps that lie in one
+    group."""
+    return chip.sm == 90 and group % INPUTS == 0
 
 
 def whole_groups(columns: int, in_features: int, group: int, most_parts: int) -> tuple[int, int]:
@@ -206,8 +225,8 @@ def shared_bytes(entry: Entry) -> int:
     """An upper estimate of the kernel's shared memory: staged words, scales and x, or the result on its way out."""
     if entry.kind == "dequantize":
         return 0
-    if entry.kind == "wide":  # x, words, scales and barriers of each stage, and a part of the result
-        return entry.num_stages * (128 * entry.block_m + 9216 + 16) + 16384
+    if entry.kind == "paired":  # as many stages as there is room for, at least three
+        return paired_bytes(entry.rows, entry.block_m, 3)
     outputs = OUTPUTS * entry.rows
     step = 2 * entry.columns * outputs + 8 * entry.columns * entry.block_m + 32 * outputs
     return max(entry.num_stages * step, 4 * outputs * entry.block_m) + 1024

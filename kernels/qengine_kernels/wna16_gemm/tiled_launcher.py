@@ -33,10 +33,10 @@ def run_plan(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None, pl
     """As `launch_tiled`, with a plan that was made for this shape."""
     if plan.kind == "dequantize":
         return _dequantize_then_multiply(x, weight, bias, plan)
-    if plan.kind == "wide":
-        from qengine_kernels.wna16_gemm.wide_launcher import launch_wide
+    if plan.kind == "paired":
+        from qengine_kernels.wna16_gemm.paired_launcher import launch_paired
 
-        return launch_wide(x, weight, bias, plan)
+        return launch_paired(x, weight, bias, plan)
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     split = plan.splits > 1
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)

@@ -13,12 +13,21 @@ from multiprocessing import get_context
 import torch
 
 from qengine_kernels.launch import Chip, power_of_2
+from qengine_kernels.nvrtc import cached_cubin
 from qengine_kernels.overlap import overlap
 from qengine_kernels.timing import copies, error, graph_us
 from qengine_kernels.wna16_gemm.layout import PackedWeight, pack_codes
 from qengine_kernels.wna16_gemm.reference import dequantize_reference
 from qengine_kernels.wna16_gemm.tile_table import Shape
-from qengine_kernels.wna16_gemm.tiled_config import Entry, TilePlan, plan_entry, shared_bytes, table_for, wide_runs
+from qengine_kernels.wna16_gemm.tiled_config import (
+    PAIRED_STEPS,
+    Entry,
+    TilePlan,
+    paired_runs,
+    plan_entry,
+    shared_bytes,
+    table_for,
+)
 from qengine_kernels.wna16_gemm.tiled_kernel import tiled_kernel
 from qengine_kernels.wna16_gemm.tiled_launcher import run_plan, tile_constants
 from qengine_kernels.wna16_gemm.tiles import OUTPUTS, TiledWeight, to_tiles
@@ -53,8 +62,8 @@ def candidates(most: int) -> Iterator[Entry]:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
     if most >= 64:
-        for block_m, fill in product((64, 128), range(3)):
-            yield Entry(most, "wide", 16, 4, block_m, 4, 6, fill)
+        for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (3, 64), (4, 64)), range(2)):
+            yield Entry(most, "paired", 16, rows, block_m, 4, 0, fill)
     if most > 512:
         yield from (dequantize(most, chunk) for chunk in (0, 2048, 4096, 6144))
         return
@@ -93,13 +102,14 @@ def dequantize(most: int, chunk: int = 0) -> Entry:
 
 
 def fits(chip: Chip, entry: Entry, n: int, group: int) -> bool:
-    whole = n % (OUTPUTS * entry.rows) == 0 and shared_bytes(entry) <= chip.shared_memory
-    return whole and (entry.kind != "wide" or wide_runs(chip, n, group))
+    runs = paired_runs(chip, group) if entry.kind == "paired" else n % (OUTPUTS * entry.rows) == 0
+    return runs and shared_bytes(entry) <= chip.shared_memory
 
 
 def variant(plan: TilePlan) -> TilePlan:
     """A plan with the same compiled kernel."""
-    return replace(plan, tiles=1, splits=min(plan.splits, 2), share=1)
+    splits = 1 if plan.kind == "paired" else min(plan.splits, 2)
+    return replace(plan, tiles=1, splits=splits, share=1)
 
 
 def compile_variant(job: tuple[TilePlan, int]) -> None:
@@ -108,28 +118,16 @@ def compile_variant(job: tuple[TilePlan, int]) -> None:
     device = torch.device("cuda")
     if plan.kind == "dequantize":
         return
-    if plan.kind == "wide":
-        _compile_wide(plan, group, device)
+    if plan.kind == "paired":
+        from qengine_kernels.wna16_gemm.paired_launcher import source
+
+        cached_cubin(source(plan, group, torch.bfloat16, torch.float16, False))
         return
     constants = tile_constants(plan, group, torch.float16, Chip.of(device).sm) | overlap(device)
     bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
     tiled_kernel.warmup(
         bf16, torch.int16, torch.int32, bf16, bf16, parts, torch.int32, 16, 4096, 4096, 4096, 1,
         HAS_BIAS=False, ASM=True, grid=(1,), **constants,
-    )  # fmt: skip
-
-
-def _compile_wide(plan: TilePlan, group: int, device: torch.device) -> None:
-    from qengine_kernels.wna16_gemm.wide_kernel import wide_kernel
-    from qengine_kernels.wna16_gemm.wide_launcher import rows_of, weight_of, wide_constants
-
-    bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16
-    rows = rows_of(torch.empty(16, 4096, dtype=bf16, device=device), plan.block_m)
-    words = torch.empty(4096 * 64, dtype=torch.int16, device=device)
-    meta = torch.empty(4096 // (group or 4096), 256, dtype=torch.int32, device=device)
-    wide_kernel.warmup(
-        rows, *weight_of(words, meta, 4096, 256), bf16, bf16, parts, torch.int32, 16, 4096, 4096, 1,
-        HAS_BIAS=False, grid=(1,), **wide_constants(plan, group, torch.float16), **overlap(device),
     )  # fmt: skip
 
 
@@ -160,4 +158,3 @@ def random_weight(n: int, k: int, group: int) -> TiledWeight:
     scales = (torch.rand(k // group, n, device="cuda") * 0.05 + 0.01).half()
     zeros = torch.randint(0, 16, (k // group, n), dtype=torch.uint8, device="cuda")
     return to_tiles(PackedWeight(pack_codes(codes), scales, zeros, k, group))
-

@@ -9,7 +9,16 @@ import torch
 
 from qengine_kernels.launch import Chip
 from qengine_kernels.wna16_gemm.tile_table import save, use
-from qengine_kernels.wna16_gemm.tiled_config import Entry, plan_entry, plan_tiles, shared_bytes
+from qengine_kernels.wna16_gemm.tiled_config import (
+    PAIRED_STEPS,
+    Entry,
+    paired_bytes,
+    paired_us,
+    plan_entry,
+    plan_paired,
+    plan_tiles,
+    shared_bytes,
+)
 from qengine_kernels.wna16_gemm.tune import candidates, trial, tune, variant
 
 HOPPER = Chip(90, 227 * 1024, 132)
@@ -32,7 +41,7 @@ def test_a_table_comes_back_and_is_read_by_launches(tmp_path: Path) -> None:
     assert after == plan_entry(HOPPER, ENTRIES[0], 10, 4096, 1024, 128) != before
     assert plan_tiles(HOPPER, 40, 4096, 1024, 128).block_m == 64
     assert plan_tiles(HOPPER, 65, 4096, 1024, 128).kind == "dequantize", "beyond what was measured"
-    assert plan_tiles(HOPPER, 65, 4096, 1024, 64).kind == "many", "another group has tables of its own"
+    assert plan_tiles(HOPPER, 65, 4096, 1024, 64).kind == "paired", "another group has tables of its own"
 
 
 def test_other_files_and_other_chips_are_refused(tmp_path: Path) -> None:
@@ -55,43 +64,54 @@ def test_trials_fit_the_chip_and_have_what_is_in_use(most: int, n: int) -> None:
     assert len(t.entries) > (5 if most <= 512 else 0) and t.used in t.entries
     assert all(entry.most == most and shared_bytes(entry) <= HOPPER.shared_memory for entry in t.entries.values())
     assert {variant(plan).tiles for plan in t.entries} == {1}
-    assert {entry.block_m for entry in candidates(most)} <= {0, 8, 16, 32, 64, 128, 256, 2048, 4096, 6144}
-    kinds = {"few", "many"} if most <= 16 else {"many"} if most < 64 else {"many", "wide"}
+    assert {entry.block_m for entry in candidates(most)} <= {0, 8, 16, 32, 64, 96, 128, 192, 256, 2048, 4096, 6144}
+    kinds = {"few", "many"} if most <= 16 else {"many"} if most < 64 else {"many", "paired"}
     if most > 512:
-        kinds = {"wide", "dequantize"}
+        kinds = {"paired", "dequantize"}
     assert {entry.kind for entry in candidates(most)} == kinds
-    assert {entry.kind for entry in t.entries.values()} == (kinds if n % 256 == 0 else kinds - {"wide"})
+    assert {entry.kind for entry in t.entries.values()} == kinds
 
 
 @pytest.mark.parametrize("shape", [(28672, 4096), (4096, 4096), (4096, 14336)])
-def test_wide_tiles_run_where_they_can_and_others_elsewhere(shape: tuple[int, int]) -> None:
+def test_pairs_of_tiles_run_where_they_can_and_others_elsewhere(shape: tuple[int, int]) -> None:
     def kinds(chip: Chip, n: int, group: int) -> list[str]:
-        return [plan_tiles(chip, m, n, shape[1], group).kind for m in (8, 32, 200, 512, 2048, 2049)]
+        return [plan_tiles(chip, m, n, shape[1], group).kind for m in (8, 64, 65, 512, 4096)]
 
-    few, *middle, most = kinds(HOPPER, shape[0], 128)
-    assert (few, middle, most) == ("few", ["many", "wide", "wide", "wide"], "dequantize")
-    for chip, n, group in ((Chip.known(80), shape[0], 128), (HOPPER, shape[0] + 64, 128), (HOPPER, shape[0], 32)):
-        assert kinds(chip, n, group) == ["few", "many", "many", "many", "dequantize", "dequantize"]
+    for n, group in ((shape[0], 128), (shape[0] + 64, 128), (shape[0], 0)):
+        assert kinds(HOPPER, n, group) == ["few", "many", "paired", "paired", "paired"]
+    for chip, group in ((Chip.known(80), 128), (HOPPER, 32)):
+        assert kinds(chip, shape[0], group) == ["few", "many", "many", "many", "dequantize"]
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "shares"),
+    ("m", "n", "k", "tile", "items", "pairs"),
     [
-        (256, 4096, 1024, [16, 8, 8, 16]),  # 32 tiles of 16 steps: no fewer than 8, which are not worth it
-        (256, 28672, 4096, [128, 109, 128, 128]),  # 224 tiles of 64 steps: equal parts of them would be 109
-        (256, 6144, 4096, [64, 24, 32, 32]),  # 48 tiles: two programs each are 96, and equal parts keep 128 busy
-        (256, 4096, 14336, [224, 55, 56, 56]),
-        (512, 6144, 4096, [64, 47, 64, 64]),
-        (2048, 4096, 14336, [448, 435, 448, 448]),
+        (512, 6144, 4096, (3, 128), 64, 64),  # 128 tiles, one for each program
+        (256, 4096, 4096, (2, 128), 64, 0),  # 64 tiles, all of them shared by two programs
+        (1024, 6144, 4096, (2, 256), 126, 66),  # 192 tiles: one for each program, and 60 that are shared
+        (2048, 4096, 14336, (2, 256), 128, 128),
+        (65, 64, 64, (1, 128), 1, 1),  # inputs of one step are not shared
     ],
 )
-def test_steps_of_a_program(m: int, n: int, k: int, shares: list[int]) -> None:
-    plans = [plan_entry(HOPPER, Entry(m, "wide", 16, 4, 128, 4, 6, fill), m, n, k, 128) for fill in range(4)]
-    assert [plan.share for plan in plans] == shares and [plan.splits for plan in plans] == [1, 2, 2, 2]
-    total = n // 256 * (m // 128) * (k // 64)
-    for plan in plans:
-        assert plan.tiles <= HOPPER.multiprocessors and 0 < total - plan.share * (plan.tiles - 1) <= plan.share
-        assert (plan.kind, plan.elements) == ("wide", plan.tiles * plan.splits * 256 * 128)
+def test_pairs_and_shared_tiles(m: int, n: int, k: int, tile: tuple[int, int], items: int, pairs: int) -> None:
+    plan = plan_tiles(HOPPER, m, n, k, 128)
+    assert ((plan.rows, plan.block_m), plan.tiles, plan.share) == (tile, items, pairs)
+    assert paired_bytes(plan.rows, plan.block_m, plan.num_stages) <= HOPPER.shared_memory
+    tiles = -(-n // (64 * plan.rows)) * -(-m // plan.block_m)
+    assert tiles <= plan.share * 2 + (plan.tiles - plan.share) <= tiles + -(-m // plan.block_m)
+
+
+@pytest.mark.parametrize("tile", PAIRED_STEPS)
+def test_what_is_reckoned_is_what_a_plan_does(tile: tuple[int, int]) -> None:
+    """More rows never take less; sharing is chosen only where it is reckoned to pay; all sums find room."""
+    us = [paired_us(HOPPER, plan_paired(HOPPER, *tile, False, m, 4096, 4096), 4096) for m in range(65, 3000, 100)]
+    assert us == sorted(us)
+    for m in (65, 300, 1000, 3000):
+        plan = plan_paired(HOPPER, *tile, True, m, 6144, 4096)
+        assert plan.splits == (2 if plan.tiles > plan.share else 1) and plan.num_stages >= 3
+        assert plan.tiles - plan.share <= 66 and plan.share % 66 == (0 if plan.splits == 2 else plan.share % 66)
+        sums = 4 * 64 * plan.rows * plan.block_m // 2
+        assert sums <= plan.num_stages * 128 * plan.block_m, "sums go where x lay"
 
 
 @pytest.mark.gpu

@@ -89,10 +89,10 @@ def test_tiles_match_reference(
 @pytest.mark.parametrize("m", [5, 16, 31, 64, 128, 300])
 @pytest.mark.parametrize(("multiprocessors", "k", "group"), [(1, 512, 256), (1, 512, 128), (64, 1024, 128)])
 def test_every_entry_of_the_tables(m: int, multiprocessors: int, k: int, group: int, device: torch.device) -> None:
-    """A chip with one multiprocessor takes wide outputs whole, one with many splits K; tickets are 0 again after. 384
-    outputs are too few for the kernel of test_wide_gemm.py."""
+    """A chip with one multiprocessor takes wide outputs whole, one with many splits K; tickets are 0 again after. sm_90
+    has the kernel of test_paired_gemm.py for many rows."""
     packed, dense = weight_of(k, 384, group, device)
-    weight, chip = to_tiles(packed), Chip(90, 227 * 1024, multiprocessors)
+    weight, chip = to_tiles(packed), Chip(100, 227 * 1024, multiprocessors)
     plan = plan_tiles(chip, m, 384, k, group)
     assert plan.kind in ("few", "many") and (plan.splits > 1) == (multiprocessors > 1)
     x = torch.randn(m, k, device=device).half()
