@@ -12,8 +12,9 @@ import torch
 from cross_compile_sass import disassembled, faults_of_products
 from qengine_kernels.launch import Chip
 from qengine_kernels.nvrtc import Source, cached_cubin, compile_cubin
+from qengine_kernels.wna16_gemm import paired_launcher
 from qengine_kernels.wna16_gemm.paired_launcher import source
-from qengine_kernels.wna16_gemm.tiled_config import PAIRED_STEPS, plan_paired
+from qengine_kernels.wna16_gemm.tiled_config import PAIRED_STEPS, plan_paired, plan_tiles
 from qengine_kernels.wna16_gemm.tune import candidates
 
 HOPPER = Chip(90, 227 * 1024, 132)
@@ -21,7 +22,7 @@ TILES = sorted({(entry.rows, entry.block_m) for entry in candidates(128) if entr
 
 
 def paired(tile: tuple[int, int], dtype: torch.dtype, scales: torch.dtype) -> Source:
-    return source(plan_paired(HOPPER, *tile, True, 256, 6144, 4096), 128, dtype, scales, True)
+    return source(*tile, plan_paired(HOPPER, *tile, True, 256, 6144, 4096).num_stages, 128, dtype, scales, True)
 
 
 def faults(made: Source, groups: int) -> list[str]:
@@ -50,6 +51,21 @@ def test_what_the_last_test_looks_for_is_found() -> None:
 
     assert any("one waits for the other" in fault for fault in faults(having("AHEAD", 1), 4))
     assert any("do not suffice" in fault for fault in faults(having("REGISTERS", 72), 4))
+
+
+def test_all_tiles_are_made_ready_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of rows comes first while serving, its kernel is there."""
+    loaded: list[dict[str, int]] = []
+    monkeypatch.setattr(paired_launcher.Chip, "of", lambda device: HOPPER)
+    monkeypatch.setattr(paired_launcher, "cached_cubin", lambda source: b"")
+    monkeypatch.setattr(paired_launcher, "load", lambda source, *about: loaded.append(dict(source.constants)))
+    for _ in range(2):
+        paired_launcher.make_ready(7, 128, torch.bfloat16, torch.float16, True)
+    assert [(c["GROUPS"], c["ROWS"]) for c in loaded] == list(PAIRED_STEPS)
+    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (448, 512)):
+        plans = [plan_tiles(HOPPER, m, n, k, 128) for m in range(65, 9000, 37)]
+        taken = {(plan.rows, plan.block_m, plan.num_stages) for plan in plans}
+        assert taken <= {(c["GROUPS"], c["ROWS"], c["STAGES"]) for c in loaded}
 
 
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from qengine_kernels.nvrtc import CopyMap, Kernel, Source, copy_map, load
+from qengine_kernels.launch import Chip
+from qengine_kernels.nvrtc import CopyMap, Kernel, Source, cached_cubin, copy_map, load
 from qengine_kernels.overlap import overlap
-from qengine_kernels.wna16_gemm.tiled_config import TilePlan, paired_bytes
+from qengine_kernels.wna16_gemm.tiled_config import PAIRED_STEPS, TilePlan, paired_bytes, plan_paired
 from qengine_kernels.wna16_gemm.tiles import INPUTS, OUTPUTS, TiledWeight
 
 REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
@@ -23,10 +25,14 @@ def launch_paired(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | Non
     """As `tiled_launcher.run_plan`, for a plan of kind "paired"."""
     if x.data_ptr() % 16 or x.stride(0) % 8:  # the copy engine takes rows that begin at multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
+    bias = None if bias is None else bias.to(x.dtype)
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    made = source(plan, weight.group, x.dtype, weight.scale_dtype, bias is not None)
     index = torch.cuda.current_device() if x.device.index is None else x.device.index
+    kinds = weight.group, x.dtype, weight.scale_dtype, bias is not None
+    if (plan.rows, plan.block_m) in PAIRED_STEPS:
+        make_ready(index, *kinds)
+    kernel = _kernel(index, plan.rows, plan.block_m, plan.num_stages, *kinds)
     args = [
         copy_map(x.data_ptr(), x.dtype, (m, k), x.stride(0), (plan.block_m // 2, INPUTS), True),
         _words_map(weight.words.data_ptr(), n, k, plan.rows),
@@ -35,13 +41,36 @@ def launch_paired(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | Non
         ctypes.c_void_p(out.data_ptr()),
         *(ctypes.c_int(value) for value in (m, n, k, plan.share, plan.tiles)),
     ]
-    programs = 2 * min(plan.tiles, torch.cuda.get_device_properties(index).multi_processor_count // 2)
-    _kernel(made, index, plan.rows, plan.block_m, plan.num_stages).launch(programs, args, overlap(x.device)["PDL"])
+    programs = 2 * min(plan.tiles, Chip.of(x.device).multiprocessors // 2)
+    kernel.launch(programs, args, overlap(x.device)["PDL"])
     return out
 
 
 @cache
-def _kernel(made: Source, device: int, groups: int, rows: int, stages: int) -> Kernel:
+def make_ready(device: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype, bias: bool) -> None:
+    """Compiles and loads the kernels of all tiles, once: which of them is taken depends on the rows of x, and no number
+    of rows should be the first of its kind while requests are served."""
+    chip = Chip.of(torch.device("cuda", device))
+    plans = [plan_paired(chip, *tile, False, 1, OUTPUTS, INPUTS) for tile in PAIRED_STEPS]
+    kinds = group, dtype, scale_dtype, bias
+    with ThreadPoolExecutor(len(plans)) as pool:  # the compiler lets other threads go on
+        list(pool.map(cached_cubin, [source(p.rows, p.block_m, p.num_stages, *kinds) for p in plans]))
+    for plan in plans:
+        _kernel(device, plan.rows, plan.block_m, plan.num_stages, *kinds)
+
+
+@cache
+def _kernel(
+    device: int,
+    groups: int,
+    rows: int,
+    stages: int,
+    group: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    bias: bool,
+) -> Kernel:
+    made = source(groups, rows, stages, group, dtype, scale_dtype, bias)
     return load(made, device, 128 * groups + 128, paired_bytes(groups, rows, stages))
 
 
@@ -52,20 +81,20 @@ def _words_map(address: int, n: int, k: int, groups: int) -> CopyMap:
     return copy_map(address, torch.int64, size, size[1], (groups, 256), False)
 
 
-@cache
-def source(plan: TilePlan, group: int, dtype: torch.dtype, scale_dtype: torch.dtype, bias: bool) -> Source:
-    """The kernel for the tiles of a plan. Constants:
+def source(
+    groups: int, rows: int, stages: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype, bias: bool
+) -> Source:
+    """The kernel for tiles of 64 * groups outputs and so many rows. Constants:
 
-    GROUPS, ROWS, STAGES  `rows`, `block_m` and `num_stages` of the plan
+    GROUPS, ROWS, STAGES  `rows`, `block_m` and `num_stages` of a plan
     GROUP                 as in `TiledWeight`
     AHEAD                 whether weights are decoded while products of the same group run, for which four groups with
                           many rows have no registers
     """
-    groups, rows = plan.rows, plan.block_m
     constants = {
         "GROUPS": groups,
         "ROWS": rows,
-        "STAGES": plan.num_stages,
+        "STAGES": stages,
         "GROUP": group,
         "SWATH": SWATH,
         "BF16": int(dtype == torch.bfloat16),

@@ -62,7 +62,7 @@ def candidates(most: int) -> Iterator[Entry]:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
     if most >= 64:
-        for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (3, 64), (4, 64)), range(2)):
+        for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (3, 96), (4, 64), (4, 128)), range(2)):
             yield Entry(most, "paired", 16, rows, block_m, 4, 0, fill)
     if most > 512:
         yield from (dequantize(most, chunk) for chunk in (0, 2048, 4096, 6144))
@@ -121,7 +121,7 @@ def compile_variant(job: tuple[TilePlan, int]) -> None:
     if plan.kind == "paired":
         from qengine_kernels.wna16_gemm.paired_launcher import source
 
-        cached_cubin(source(plan, group, torch.bfloat16, torch.float16, False))
+        cached_cubin(source(plan.rows, plan.block_m, plan.num_stages, group, torch.bfloat16, torch.float16, False))
         return
     constants = tile_constants(plan, group, torch.float16, Chip.of(device).sm) | overlap(device)
     bf16, parts = torch.bfloat16, torch.float32 if plan.splits > 1 else torch.bfloat16

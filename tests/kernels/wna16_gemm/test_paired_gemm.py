@@ -42,7 +42,7 @@ def test_matches_reference(m: int, k: int, group: int, scales: torch.dtype, dtyp
     packed, dense = case(k, n, group, scales)
     weight = to_tiles(packed)
     bias = torch.randn(n, device=CUDA).to(dtype)
-    tiles = list(PAIRED_STEPS)
+    tiles = [*PAIRED_STEPS, (2, 64), (3, 96), (4, 128)]
     first = (1, 64, 129, 300).index(m) * 2
     # Rows that neither begin at 16 bytes nor lie 16 bytes apart are copied first; the last has NaN beside it.
     for (rows, block_m), fill, x in (
@@ -64,7 +64,7 @@ def test_matches_reference(m: int, k: int, group: int, scales: torch.dtype, dtyp
 
 
 @pytest.mark.parametrize("m", [128, 256, 512, 2048])
-@pytest.mark.parametrize("tile", list(PAIRED_STEPS), ids=str)
+@pytest.mark.parametrize("tile", [*PAIRED_STEPS, (4, 128)], ids=str)
 def test_the_same_bits_each_time_and_those_of_other_tiles(m: int, tile: tuple[int, int]) -> None:
     """A full chip, many steps: where loading, decoding and multiplying get in each other's way, it is by chance."""
     packed, dense = case(4096, 4096, 128, torch.float16)
