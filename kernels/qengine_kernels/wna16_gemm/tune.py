@@ -62,7 +62,7 @@ def candidates(most: int) -> Iterator[Entry]:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
     if most >= 64:
-        for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (3, 96), (4, 64), (4, 128)), range(2)):
+        for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (4, 64), (4, 128)), range(2)):
             yield Entry(most, "paired", 16, rows, block_m, 4, 0, fill)
     if most > 512:
         yield from (dequantize(most, chunk) for chunk in (0, 2048, 4096, 6144))
