@@ -3,7 +3,8 @@
 //
 // A thread block computes tiles of 64 * GROUPS outputs and ROWS rows of x. Each group of four warps has 64 outputs: it
 // decodes weights into registers, the left operand; x is the right operand, in shared memory, the same for all groups.
-// One more warp loads words, scales and x ahead (PTX ISA 9.7: cp.async.bulk, mbarrier, wgmma).
+// Of four more warps (registers are handed over by fours) one loads words, scales and x ahead (PTX ISA 9.7:
+// cp.async.bulk, mbarrier, wgmma, setmaxnreg).
 //
 // Two blocks, a cluster, work together: on two neighbouring tiles of the same rows, of which each loads one half for
 // both; or, where there are not enough tiles for all blocks left, on one tile, each with half of the inputs. Then they
@@ -20,6 +21,7 @@ constexpr int EMPTY_AT = FULL_AT + STAGES * 8, JOINED_AT = EMPTY_AT + STAGES * 8
 constexpr int SUMS = ROWS / 2;     // float32 a thread
 constexpr int PIECES = ROWS / 16;  // of a result: 16 rows
 constexpr int MOST = (PIECES + 1) / 2;
+static_assert(ROWS % 32 == 0, "pieces take turns with two places for results, also from one tile to the next");
 
 #define INLINE __device__ __forceinline__
 
@@ -53,7 +55,8 @@ INLINE void copy(u32 to, const Map *map, int column, int row, u32 barrier) {
 INLINE void copy_to_both(u32 to, const Map *map, int column, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3)) : "memory");
+               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+               : "memory");
 }
 // All threads of both blocks were here. What they wrote to memory may not be there yet.
 INLINE void cluster_meeting() {
@@ -168,8 +171,8 @@ template <int LATER> INLINE void await_products(float (&sums)[SUMS]) {
 }
 
 struct Work {
-  int m, n, k, pairs_n, tiles_m;  // pairs_n: of tiles
-  int pairs, items;               // of tiles that a cluster computes side by side; those and tiles that it shares
+  int m, n, k, pairs_n, tiles_m;  // x [m, k], y [m, n]; pairs_n: of tiles
+  int pairs, items;               // pairs of tiles that clusters compute side by side; those and tiles that they share
   u32 rank;
 };
 
@@ -218,7 +221,8 @@ INLINE void load(u32 shared, const Map *x, const Map *words, const char *meta, c
       if (one) {
         bool begins = begins_group(step, item) && meta_bytes;
         expect(full, X_BYTES + GROUPS * WORD_BYTES + (begins ? meta_bytes : 0));
-        u32 half = shared + ring.stage * X_BYTES + work.rank * (X_BYTES / 2), row = item.m * ROWS + work.rank * (ROWS / 2);
+        u32 half = shared + ring.stage * X_BYTES + work.rank * (X_BYTES / 2);
+        u32 row = item.m * ROWS + work.rank * (ROWS / 2);
         if (item.shared) {
           copy(shared + ring.stage * X_BYTES, x, step * 64, item.m * ROWS, full);
           copy(shared + ring.stage * X_BYTES + X_BYTES / 2, x, step * 64, item.m * ROWS + ROWS / 2, full);
@@ -253,8 +257,8 @@ INLINE void store(const float *sums, int piece, u32 out_at, const float *bias, c
   if (to < work.m) *reinterpret_cast<uint4 *>(y + static_cast<u64>(to) * work.n * 2 + thread % 8 * 16) = out;
 }
 
-// Each block of a cluster adds up the pieces that it finishes. Sums arrive as copies do, which a barrier counts: that is
-// quicker than to make ordinary writes seen.
+// Each block of a cluster adds up the pieces that it finishes. Sums arrive as copies do, which a barrier counts: that
+// is quicker than to make ordinary writes seen.
 INLINE void join(float (&sums)[SUMS], u32 shared, u32 rank) {
   u32 there = address_in(rank ^ 1, shared), barrier = there + JOINED_AT, here = shared + threadIdx.x * 16;
   auto place = [&](int i) { return (i - finisher(i / 8) * MOST * 8) / 4 * GROUPS * 128 * 16; };
@@ -281,7 +285,7 @@ INLINE void compute(u32 shared, const unsigned short *p_bias, char *y, const Wor
   u32 words_at = shared + WORDS_AT + group * WORD_BYTES + threadIdx.x % 128 * 16;
   u32 meta_at = shared + META_AT + group * META_BYTES + (warp * 16 + lane / 4) * 4;
   u32 out_at = shared + OUT_AT + group * 4096;
-  u32 empties = address_in(lane % 2, shared + EMPTY_AT);  // two threads of a warp say that it is done, one to each block
+  u32 empties = address_in(lane % 2, shared + EMPTY_AT);  // two threads of a warp say it is done, one to each block
   Ring ring;
   for (int item_at = blockIdx.x / 2; item_at < work.items; item_at += gridDim.x / 2) {
     Item item = item_of(item_at, work);
@@ -323,7 +327,8 @@ INLINE void compute(u32 shared, const unsigned short *p_bias, char *y, const Wor
     int n = (item.n * GROUPS + group) * 64;
     if (n >= work.n) continue;
     float bias[2] = {0, 0};
-    if (BIAS) bias[0] = number(p_bias[n + warp * 16 + lane / 4]), bias[1] = number(p_bias[n + warp * 16 + lane / 4 + 8]);
+    const unsigned short *at = p_bias + n + warp * 16 + lane / 4;
+    if (BIAS) bias[0] = number(at[0]), bias[1] = number(at[8]);
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++)
       if (!item.shared || finisher(piece) == work.rank)
