@@ -21,7 +21,6 @@ SHARES = ["75,80,86,120", "89,90,100"]
 def run(arguments: list[str]) -> list[list[dict[str, Any]]]:
     """The workers' reports; real compilation, so not in the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), argument], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE

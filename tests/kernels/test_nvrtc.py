@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cross_compile_sass import disassembled, faults_of_products
 from qengine_kernels.launch import Chip
 from qengine_kernels.nvrtc import Source, cached_cubin, compile_cubin
 from qengine_kernels.wna16_gemm import paired_launcher
@@ -21,11 +20,18 @@ HOPPER = Chip(90, 227 * 1024, 132)
 TILES = sorted({(entry.rows, entry.block_m) for entry in candidates(128) if entry.kind == "paired"} | set(PAIRED_STEPS))
 
 
+@pytest.fixture(autouse=True)
+def _reader_of_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
 def paired(tile: tuple[int, int], dtype: torch.dtype, scales: torch.dtype) -> Source:
     return source(*tile, plan_paired(HOPPER, *tile, True, 256, 6144, 4096).num_stages, 128, dtype, scales, True)
 
 
 def faults(made: Source, groups: int) -> list[str]:
+    from cross_compile_sass import disassembled, faults_of_products
+
     sass = disassembled(compile_cubin(made))
     found = faults_of_products(sass, 4 * groups + 4)
     products = [line for line in sass.splitlines() if "HGMMA." in line]
