@@ -33,7 +33,7 @@ class Variant:
 
 
 def split_options(config: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    options = {k: v for k, v in config.items() if k.startswith(("num_", "launch_"))}
+    options = {k: v for k, v in config.items() if k.startswith("num_")}
     return {k: v for k, v in config.items() if k not in options}, options
 
 

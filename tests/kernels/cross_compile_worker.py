@@ -302,6 +302,7 @@ def variants(chip: Chip) -> Iterator[Variant]:
         yield from tiles(chip, half, 500, 4096, 14336, 32, torch.float16)
         yield from tiles(chip, half, 500, 4096, 14336, 0, torch.bfloat16)
         yield from tiles(chip, half, 3000, 4096, 4096, 32, torch.float16)
+        yield from tiles(chip, half, 3000, 4096, 4096, 128, torch.float16)  # sm_90: not Triton's
         yield from gemms(chip, half, 16, 4096, 128, True, 16)
         yield from gemms(chip, half, 200, 576, 64, True, 8)
         yield from gemms(chip, half, 64, 4096, 128, False, 16, bits=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -74,7 +74,6 @@ def _kernel(
     return load(made, device, 128 * groups + 128, paired_bytes(groups, rows, stages))
 
 
-@lru_cache(maxsize=4096)
 def _words_map(address: int, n: int, k: int, groups: int) -> CopyMap:
     """Tiles of words as they lie in memory: 2 KiB each, all of K one after the other."""
     size = (n // OUTPUTS, k // INPUTS * 256)

@@ -166,7 +166,8 @@ def plan_paired(chip: Chip, rows: int, block_m: int, sharing: bool, m: int, n: i
     left = pairs % programs
     if not sharing or 2 * left > programs or in_features < 2 * INPUTS:
         left = 0
-    stages = min(8, (chip.shared_memory - paired_bytes(rows, block_m, 0)) // paired_bytes(rows, block_m, 1, 0))
+    fixed = paired_bytes(rows, block_m, 0)
+    stages = min(8, (chip.shared_memory - fixed) // (paired_bytes(rows, block_m, 1) - fixed))
     return TilePlan(
         "paired", 16, 1, rows, block_m, 4, stages, pairs + left, 2 if left else 1, pairs - left
     )  # fmt: skip
@@ -182,10 +183,10 @@ def paired_us(chip: Chip, plan: TilePlan, in_features: int) -> float:
     return us
 
 
-def paired_bytes(rows: int, block_m: int, stages: int, fixed: int = 1) -> int:
+def paired_bytes(rows: int, block_m: int, stages: int) -> int:
     """Shared memory of `paired.cu`: x, words, scales and two barriers of each stage; results on their way out and a
     barrier."""
-    return stages * (2 * INPUTS * block_m + rows * (2048 + 256) + 16) + fixed * (4096 * rows + 8)
+    return stages * (2 * INPUTS * block_m + rows * (2048 + 256) + 16) + 4096 * rows + 8
 
 
 def paired_runs(chip: Chip, group: int) -> bool:
