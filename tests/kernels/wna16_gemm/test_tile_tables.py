@@ -102,14 +102,14 @@ def test_pairs_and_shared_tiles(m: int, n: int, k: int, tile: tuple[int, int], i
 
 
 @pytest.mark.parametrize("tile", PAIRED_STEPS)
-def test_what_is_reckoned_is_what_a_plan_does(tile: tuple[int, int]) -> None:
-    """More rows never take less; sharing is chosen only where it is reckoned to pay; all sums find room."""
+def test_more_rows_take_no_less_and_all_sums_find_room(tile: tuple[int, int]) -> None:
     us = [paired_us(HOPPER, plan_paired(HOPPER, *tile, False, m, 4096, 4096), 4096) for m in range(65, 3000, 100)]
     assert us == sorted(us)
     for m in (65, 300, 1000, 3000):
         plan = plan_paired(HOPPER, *tile, True, m, 6144, 4096)
         assert plan.splits == (2 if plan.tiles > plan.share else 1) and plan.num_stages >= 3
-        assert plan.tiles - plan.share <= 66 and plan.share % 66 == (0 if plan.splits == 2 else plan.share % 66)
+        if plan.splits == 2:  # shared tiles come last, at most one for each pair of programs
+            assert plan.share % 66 == 0 and plan.tiles - plan.share <= 66
         sums = 4 * 64 * plan.rows * plan.block_m // 2
         assert sums <= plan.num_stages * 128 * plan.block_m, "sums go where x lay"
 
