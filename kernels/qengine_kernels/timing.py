@@ -18,12 +18,13 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
 
 
 def turns_us(contenders: Sequence[Sequence[Callable[[], Any]]], replays: int = 7) -> list[float]:
-    """`graph_us` of several, whose graphs are replayed in turns: a clock that falls while a chip gets warm falls for
-    all of them."""
+    """`graph_us` of several, whose graphs are replayed in turns, to and fro: a clock that falls while a chip gets warm
+    falls for all of them, and none always comes after the same other one, which may have left the chip warmer."""
     graphs = [_captured(calls) for calls in contenders]
     times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(replays):
-        for graph, calls, of in zip(graphs, contenders, times, strict=True):
+    turn = list(zip(graphs, contenders, times, strict=True))
+    for i in range(replays):
+        for graph, calls, of in turn if i % 2 == 0 else turn[::-1]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -46,7 +46,7 @@ def measure(n: int, k: int, rows: Sequence[int], group: int) -> list[dict[str, A
             calls = fp8_calls(ops, x) if kind == "FP8" else [partial(op, x) for op in ops]
             timed.append(calls if m <= 512 else calls[:4])
             row[f"{kind} error"] = wrong
-        row |= zip(found, turns_us(timed), strict=True)
+        row |= zip(found, turns_us(timed, 12), strict=True)
         if "W4" in found:
             row["route"] = plan_tiles(chip, m, n, k, 0 if group >= k else group).kind
         out.append(row)

@@ -1,8 +1,9 @@
 // 4-bit linears of many rows on sm_90a; `paired_launcher.py` compiles and launches it and says what its constants mean:
-// GROUPS, ROWS, STAGES, GROUP, SWATH, BF16, SCALE_BF16, BIAS, AHEAD, REGISTERS, and `multiply`, one wgmma for ROWS.
+// GROUPS, ROWS, STAGES, DEPTH, GROUP, SWATH, BF16, SCALE_BF16, BIAS, AHEAD, REGISTERS, and `multiply`, a wgmma of ROWS.
 //
 // A thread block computes tiles of 64 * GROUPS outputs and ROWS rows of x. Each group of four warps has 64 outputs: it
 // decodes weights into registers, the left operand; x is the right operand, in shared memory, the same for all groups.
+// A stage of the ring in shared memory has DEPTH times 64 inputs of both.
 // Of four more warps (registers are handed over by fours) one loads words, scales and x ahead (PTX ISA 9.7:
 // cp.async.bulk, mbarrier, wgmma, setmaxnreg).
 //
@@ -14,9 +15,9 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
 
-constexpr int X_BYTES = ROWS * 128, WORD_BYTES = 2048, META_BYTES = 256;
-constexpr int WORDS_AT = STAGES * X_BYTES, META_AT = WORDS_AT + STAGES * GROUPS * WORD_BYTES;
-constexpr int OUT_AT = META_AT + STAGES * GROUPS * META_BYTES, FULL_AT = OUT_AT + GROUPS * 4096;
+constexpr int X_BYTES = ROWS * 128, WORD_BYTES = GROUPS * 2048, META_BYTES = GROUPS * 256;  // of 64 inputs
+constexpr int WORDS_AT = STAGES * DEPTH * X_BYTES, META_AT = WORDS_AT + STAGES * DEPTH * WORD_BYTES;
+constexpr int OUT_AT = META_AT + STAGES * DEPTH * META_BYTES, FULL_AT = OUT_AT + GROUPS * 4096;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8, JOINED_AT = EMPTY_AT + STAGES * 8;
 constexpr int SUMS = ROWS / 2;     // float32 a thread
 constexpr int PIECES = ROWS / 16;  // of a result: 16 rows
@@ -106,25 +107,18 @@ INLINE void split_meta(u32 meta, u32 &scale, u32 &minus) {
   minus = __byte_perm(meta, 0, 0x4242) | (BF16 ? 0xC300C300u : 0xE400E400u);
 }
 
-// Codes in slot SLOT of two inputs: codes less zero, exact, times scale, rounded.
-template <int SLOT> INLINE u32 weights(u32 word, u32 scale, u32 minus) {
+// Codes in slot SLOT of two inputs: codes less zero, exact, times scale, rounded. `base`: BASE, twice.
+template <int SLOT> INLINE u32 weights(u32 word, u32 base, u32 scale, u32 minus) {
   u32 value = word >> (4 * SLOT);
   if (BF16) {
-    asm("{\n.reg .b32 c, one;\nlop3.b32 c, %1, 0x000f000f, 0x43004300, 0xea;\nmov.b32 one, 0x3f803f80;\n"
+    asm("{\n.reg .b32 c, one;\nlop3.b32 c, %1, 0x000f000f, %4, 0xea;\nmov.b32 one, 0x3f803f80;\n"
         "fma.rn.bf16x2 c, c, one, %3;\nmov.b32 one, 0x80008000;\nfma.rn.bf16x2 %0, c, %2, one;\n}"
-        : "=r"(value) : "r"(value), "r"(scale), "r"(minus));
+        : "=r"(value) : "r"(value), "r"(scale), "r"(minus), "r"(base));
   } else {
-    asm("{\n.reg .b32 c;\nlop3.b32 c, %1, 0x000f000f, 0x64006400, 0xea;\nadd.f16x2 c, c, %3;\nmul.f16x2 %0, c, %2;\n}"
-        : "=r"(value) : "r"(value), "r"(scale), "r"(minus));
+    asm("{\n.reg .b32 c;\nlop3.b32 c, %1, 0x000f000f, %4, 0xea;\nadd.f16x2 c, c, %3;\nmul.f16x2 %0, c, %2;\n}"
+        : "=r"(value) : "r"(value), "r"(scale), "r"(minus), "r"(base));
   }
   return value;
-}
-
-template <int SLOT> INLINE void decode(u32 (&left)[16], const uint4 &words, u32 (&scale)[2], u32 (&minus)[2]) {
-  left[4 * SLOT] = weights<SLOT>(words.x, scale[0], minus[0]);
-  left[4 * SLOT + 1] = weights<SLOT>(words.y, scale[1], minus[1]);
-  left[4 * SLOT + 2] = weights<SLOT>(words.z, scale[0], minus[0]);
-  left[4 * SLOT + 3] = weights<SLOT>(words.w, scale[1], minus[1]);
 }
 
 struct Scales { u32 scale[2], minus[2]; };
@@ -137,19 +131,28 @@ INLINE void load_scales(Scales &scales, u32 meta_at) {
   split_meta(meta[1], scales.scale[1], scales.minus[1]);
 }
 
-// A group's [64, 64] of a step, from shared memory into the registers of a left operand.
-INLINE void decode(u32 (&left)[16], u32 words_at, Scales &scales) {
-  uint4 words;
+INLINE void load_words(uint4 &words, u32 words_at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(words_at) : "memory");
-  decode<0>(left, words, scales.scale, scales.minus);
-  decode<1>(left, words, scales.scale, scales.minus);
-  decode<2>(left, words, scales.scale, scales.minus);
-  decode<3>(left, words, scales.scale, scales.minus);
 }
 
-// What wgmma takes for rows of 128 bytes in shared memory, swizzled by the copy engine.
-INLINE u64 rows_at(u32 address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
+template <int SLOT> INLINE void decode(u32 (&left)[16], const uint4 &words, u32 base, const Scales &scales) {
+  left[4 * SLOT] = weights<SLOT>(words.x, base, scales.scale[0], scales.minus[0]);
+  left[4 * SLOT + 1] = weights<SLOT>(words.y, base, scales.scale[1], scales.minus[1]);
+  left[4 * SLOT + 2] = weights<SLOT>(words.z, base, scales.scale[0], scales.minus[0]);
+  left[4 * SLOT + 3] = weights<SLOT>(words.w, base, scales.scale[1], scales.minus[1]);
+}
+
+// A group's [64, 64], into the registers of a left operand.
+INLINE void decode(u32 (&left)[16], const uint4 &words, u32 base, const Scales &scales) {
+  decode<0>(left, words, base, scales);
+  decode<1>(left, words, base, scales);
+  decode<2>(left, words, base, scales);
+  decode<3>(left, words, base, scales);
+}
+
+// The lower half of what wgmma takes for rows of 128 bytes in shared memory, swizzled by the copy engine.
+INLINE u32 rows_at(u32 address) { return 1 << 16 | address >> 4; }
 
 INLINE void begin_products(float (&sums)[SUMS]) {
 #pragma unroll
@@ -157,7 +160,7 @@ INLINE void begin_products(float (&sums)[SUMS]) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 INLINE void products(float (&sums)[SUMS], const u32 (&left)[16], u32 x_at) {
-  u64 rows = rows_at(x_at);
+  u32 rows = rows_at(x_at);
   begin_products(sums);
 #pragma unroll
   for (int slot = 0; slot < 4; slot++)
@@ -172,6 +175,7 @@ template <int LATER> INLINE void await_products(float (&sums)[SUMS]) {
 
 struct Work {
   int m, n, k, pairs_n, tiles_m;  // x [m, k], y [m, n]; pairs_n: of tiles
+  int last_half;                  // rows that a box of the last tiles' x has (others': ROWS / 2)
   int pairs, items;               // pairs of tiles that clusters compute side by side; those and tiles that they share
   u32 rank;
 };
@@ -184,7 +188,7 @@ struct Item {
 // SWATH pairs of tiles of N at a time, so that blocks that run together share what they read.
 INLINE Item item_of(int i, const Work &work) {
   bool shared = i >= work.pairs;
-  int pair = shared ? work.pairs + (i - work.pairs) / 2 : i, steps = work.k / 64;
+  int pair = shared ? work.pairs + (i - work.pairs) / 2 : i, steps = (work.k + 64 * DEPTH - 1) / (64 * DEPTH);
   int first = pair / (SWATH * work.tiles_m) * SWATH, width = min(work.pairs_n - first, SWATH);
   int local = pair - first * work.tiles_m, half = shared ? (i - work.pairs) % 2 : work.rank;
   Item item = {(first + local % width) * 2 + half, local / width, 0, steps, shared};
@@ -192,9 +196,11 @@ INLINE Item item_of(int i, const Work &work) {
   return item;
 }
 
-// Whether a step needs other scales than the one before it.
-INLINE bool begins_group(int step, const Item &item) {
-  return step == item.first_step || (GROUP && step % (GROUP / 64) == 0);
+// Whether 64 inputs of a step need other scales than those before them.
+INLINE bool begins_group(int step, int part, const Item &item, const Work &work) {
+  u32 inputs = (step * DEPTH + part) * 64;
+  return (part == 0 && step == item.first_step) ||
+         (GROUP && inputs % (GROUP ? GROUP : 1) == 0 && (part == 0 || inputs < work.k));
 }
 
 struct Ring {
@@ -206,34 +212,43 @@ struct Ring {
 };
 
 // By a whole warp, of which one thread asks for the copies: numbers that are the same in all threads are cheap.
-INLINE void load(u32 shared, const Map *x, const Map *words, const char *meta, const Work &work) {
+INLINE void load(u32 shared, const Map *x, const Map *last_x, const Map *words, const char *meta, const Work &work) {
   Ring ring;
   bool one = elected();
   asm volatile("griddepcontrol.wait;" ::: "memory");  // nothing of the kernels before is there yet
   for (int i = blockIdx.x / 2; i < work.items; i += gridDim.x / 2) {
     Item item = item_of(i, work);
-    int meta_bytes = max(min(GROUPS, work.n / 64 - item.n * GROUPS), 0) * META_BYTES;
-    const char *tile_meta = meta + static_cast<u64>(item.n) * GROUPS * META_BYTES;
+    int meta_bytes = max(min(GROUPS, work.n / 64 - item.n * GROUPS), 0) * 256;
+    const char *tile_meta = meta + static_cast<u64>(item.n) * META_BYTES;
+    bool last = item.m == work.tiles_m - 1;
+    const Map *map = last ? last_x : x;
+    int half = last ? work.last_half : ROWS / 2;
 #pragma unroll 1
     for (int step = item.first_step; step < item.first_step + item.steps; step++) {
       u32 full = shared + FULL_AT + 8 * ring.stage;
       wait(shared + EMPTY_AT + 8 * ring.stage, ring.phase ^ 1);
       if (one) {
-        bool begins = begins_group(step, item) && meta_bytes;
-        expect(full, X_BYTES + GROUPS * WORD_BYTES + (begins ? meta_bytes : 0));
-        u32 half = shared + ring.stage * X_BYTES + work.rank * (X_BYTES / 2);
-        u32 row = item.m * ROWS + work.rank * (ROWS / 2);
-        if (item.shared) {
-          copy(shared + ring.stage * X_BYTES, x, step * 64, item.m * ROWS, full);
-          copy(shared + ring.stage * X_BYTES + X_BYTES / 2, x, step * 64, item.m * ROWS + ROWS / 2, full);
-        } else {
-          copy_to_both(half, x, step * 64, row, full);
+        u32 bytes = DEPTH * (half * 256 + WORD_BYTES);
+#pragma unroll
+        for (int part = 0; part < DEPTH; part++)
+          if (begins_group(step, part, item, work)) bytes += meta_bytes;
+        expect(full, bytes);
+#pragma unroll
+        for (int part = 0; part < DEPTH; part++) {
+          int place = ring.stage * DEPTH + part, column = step * DEPTH + part, row = item.m * ROWS;
+          u32 to = shared + place * X_BYTES;
+          if (item.shared) {
+            copy(to, map, column * 64, row, full);
+            copy(to + half * 128, map, column * 64, row + half, full);
+          } else {
+            copy_to_both(to + work.rank * half * 128, map, column * 64, row + work.rank * half, full);
+          }
+          copy(shared + WORDS_AT + place * WORD_BYTES, words, column * 256, item.n * GROUPS, full);
+          if (meta_bytes && begins_group(step, part, item, work))
+            copy(shared + META_AT + place * META_BYTES,
+                 tile_meta + (GROUP ? static_cast<u64>(column * 64 / (GROUP ? GROUP : 1)) * work.n * 4 : 0),
+                 static_cast<u32>(meta_bytes), full);
         }
-        copy(shared + WORDS_AT + ring.stage * GROUPS * WORD_BYTES, words, step * 256, item.n * GROUPS, full);
-        if (begins)
-          copy(shared + META_AT + ring.stage * GROUPS * META_BYTES,
-               tile_meta + (GROUP ? static_cast<u64>(step * 64 / (GROUP ? GROUP : 1)) * work.n * 4 : 0),
-               static_cast<u32>(meta_bytes), full);
       }
       ring.next();
     }
@@ -282,10 +297,11 @@ INLINE void join(float (&sums)[SUMS], u32 shared, u32 rank) {
 
 INLINE void compute(u32 shared, const unsigned short *p_bias, char *y, const Work &work) {
   int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  u32 words_at = shared + WORDS_AT + group * WORD_BYTES + threadIdx.x % 128 * 16;
-  u32 meta_at = shared + META_AT + group * META_BYTES + (warp * 16 + lane / 4) * 4;
+  u32 words_at = shared + WORDS_AT + threadIdx.x * 16;
+  u32 meta_at = shared + META_AT + (threadIdx.x / 32 * 16 + lane / 4) * 4;
   u32 out_at = shared + OUT_AT + group * 4096;
   u32 empties = address_in(lane % 2, shared + EMPTY_AT);  // two threads of a warp say it is done, one to each block
+  u32 zero = static_cast<u32>(work.m) >> 31;  // which the compiler does not know
   Ring ring;
   for (int item_at = blockIdx.x / 2; item_at < work.items; item_at += gridDim.x / 2) {
     Item item = item_of(item_at, work);
@@ -294,34 +310,47 @@ INLINE void compute(u32 shared, const unsigned short *p_bias, char *y, const Wor
     for (int i = 0; i < SUMS; i++) sums[i] = 0;
     u32 a[16], b[16];
     Scales scales;
-    auto fetch = [&](u32(&left)[16], int i) {
-      wait(shared + FULL_AT + 8 * ring.stage, ring.phase);
-      if (begins_group(item.first_step + i, item)) load_scales(scales, meta_at + ring.stage * GROUPS * META_BYTES);
-      decode(left, words_at + ring.stage * GROUPS * WORD_BYTES, scales);
-    };
-    // With AHEAD the products of the step before run while weights are decoded; without, those of other groups. To wait
-    // after the next products, not before, is what keeps the compiler from decoding only then.
+    // With AHEAD the products before run while weights are decoded; without, those of other groups. To wait after the
+    // next products, not before, is what keeps the compiler from decoding only then. A step of two times 64 inputs pays
+    // once for what it does besides, and decodes the second while it asks for the first products.
     u32 before = 0;
-    auto step = [&](u32(&left)[16], int i) {
-      fetch(left, i);
-      products(sums, left, shared + ring.stage * X_BYTES);
-      await_products<AHEAD>(sums);
-      u32 empty = empties + 8 * ring.stage, done = AHEAD ? before : empty;
-      if (lane < 2 && done) arrive(done);
+    auto step = [&](u32(&left)[16], u32(&next)[16], int i) {
+      wait(shared + FULL_AT + 8 * ring.stage, ring.phase);
+      u32 x_at = shared + ring.stage * DEPTH * X_BYTES, empty = empties + 8 * ring.stage;
+      // The compiler shall know that all threads have the same: that saves time between products of one or two groups.
+      if (GROUPS < 3) x_at = __shfl_sync(0xffffffff, x_at, 0);
+      uint4 words[DEPTH];
+#pragma unroll
+      for (int part = 0; part < DEPTH; part++)
+        load_words(words[part], words_at + (ring.stage * DEPTH + part) * WORD_BYTES);
+      // Nothing is decoded before all words are there: the compiler asks for the last ones so late that products wait.
+      u32 base = (BF16 ? 0x43004300 : 0x64006400) | (DEPTH > 1 ? words[DEPTH - 1].x & zero : 0);
+#pragma unroll
+      for (int part = 0; part < DEPTH; part++) {
+        if (begins_group(item.first_step + i, part, item, work))
+          load_scales(scales, meta_at + (ring.stage * DEPTH + part) * META_BYTES);
+        decode(part ? next : left, words[part], base, scales);
+        products(sums, part ? next : left, x_at + part * X_BYTES);
+        await_products<AHEAD>(sums);
+        if (AHEAD && part == 0 && lane < 2 && before) arrive(before);
+      }
+      if (!AHEAD && lane < 2) arrive(empty);
       before = empty;
       ring.next();
     };
-    if (AHEAD) {
+    if (AHEAD && DEPTH == 1) {
       for (int i = 0;;) {
-        step(a, i);
+        step(a, a, i);
         if (++i == item.steps) break;
-        step(b, i);
+        step(b, b, i);
         if (++i == item.steps) break;
       }
+    } else {
+      for (int i = 0; i < item.steps; i++) step(a, b, i);
+    }
+    if (AHEAD) {
       await_products<0>(sums);
       if (lane < 2) arrive(before);
-    } else {
-      for (int i = 0; i < item.steps; i++) step(a, i);
     }
     if (item.shared) join(sums, shared, work.rank);
     int n = (item.n * GROUPS + group) * 64;
@@ -337,11 +366,13 @@ INLINE void compute(u32 shared, const unsigned short *p_bias, char *y, const Wor
 }
 
 extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) __cluster_dims__(2, 1, 1)
-paired(const __grid_constant__ Map x, const __grid_constant__ Map words, const char *meta, const unsigned short *bias,
-     char *y, int m, int n, int k, int pairs, int items) {
+paired(const __grid_constant__ Map x, const __grid_constant__ Map last_x, const __grid_constant__ Map words,
+       const char *meta, const unsigned short *bias, char *y, int m, int n, int k, int last_half, int pairs,
+       int items) {
   extern __shared__ __align__(1024) char memory[];
   u32 shared = shared_address(memory);
-  Work work = {m, n, k, (n / 64 + 2 * GROUPS - 1) / (2 * GROUPS), (m + ROWS - 1) / ROWS, pairs, items, cluster_rank()};
+  Work work = {m, n, k, (n / 64 + 2 * GROUPS - 1) / (2 * GROUPS), (m + ROWS - 1) / ROWS, last_half, pairs, items,
+               cluster_rank()};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       init_barrier(shared + FULL_AT + 8 * i, 1);
@@ -353,12 +384,13 @@ paired(const __grid_constant__ Map x, const __grid_constant__ Map words, const c
   }
   cluster_meeting();
   __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // all blocks have their places by then
   if (threadIdx.x < GROUPS * 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     compute(shared, bias, y, work);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == GROUPS * 4) load(shared, &x, &words, meta, work);
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == GROUPS * 4) load(shared, &x, &last_x, &words, meta, work);
     __syncwarp();
     int last = work.items - 1 - (work.items - 1 - static_cast<int>(blockIdx.x / 2)) % static_cast<int>(gridDim.x / 2);
     if (last >= work.pairs) cluster_meeting();  // that of `join`

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from qengine_kernels.launch import Chip
+from qengine_kernels.launch import Chip, ceil_div
 from qengine_kernels.nvrtc import CopyMap, Kernel, Source, cached_cubin, copy_map, load
 from qengine_kernels.overlap import overlap
-from qengine_kernels.wna16_gemm.tiled_config import PAIRED_STEPS, TilePlan, paired_bytes, plan_paired
+from qengine_kernels.wna16_gemm.tiled_config import PAIRED_STEPS, TilePlan, paired_bytes, paired_depth, plan_paired
 from qengine_kernels.wna16_gemm.tiles import INPUTS, OUTPUTS, TiledWeight
 
 REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
@@ -33,13 +33,16 @@ def launch_paired(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | Non
     if (plan.rows, plan.block_m) in PAIRED_STEPS:
         make_ready(index, *kinds)
     kernel = _kernel(index, plan.rows, plan.block_m, plan.num_stages, *kinds)
+    # Rows beyond the last would be filled up with zeros, which takes longer than to read as many.
+    last_half = ceil_div(m - (m - 1) // plan.block_m * plan.block_m, 16) * 8
     args = [
-        copy_map(x.data_ptr(), x.dtype, (m, k), x.stride(0), (plan.block_m // 2, INPUTS), True),
+        _rows_map(x, plan.block_m // 2),
+        _rows_map(x, last_half),
         _words_map(weight.words.data_ptr(), n, k, plan.rows),
         ctypes.c_void_p(weight.meta.data_ptr()),
         ctypes.c_void_p(0 if bias is None else bias.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
-        *(ctypes.c_int(value) for value in (m, n, k, plan.share, plan.tiles)),
+        *(ctypes.c_int(value) for value in (m, n, k, last_half, plan.share, plan.tiles)),
     ]
     programs = 2 * min(plan.tiles, Chip.of(x.device).multiprocessors // 2)
     kernel.launch(programs, args, overlap(x.device)["PDL"])
@@ -74,6 +77,11 @@ def _kernel(
     return load(made, device, 128 * groups + 128, paired_bytes(groups, rows, stages))
 
 
+def _rows_map(x: torch.Tensor, rows: int) -> CopyMap:
+    """Boxes of so many rows, a multiple of 8, and 64 inputs of x."""
+    return copy_map(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(0), (rows, INPUTS), True)
+
+
 def _words_map(address: int, n: int, k: int, groups: int) -> CopyMap:
     """Tiles of words as they lie in memory: 2 KiB each, all of K one after the other."""
     size = (n // OUTPUTS, k // INPUTS * 256)
@@ -86,6 +94,7 @@ def source(
     """The kernel for tiles of 64 * groups outputs and so many rows. Constants:
 
     GROUPS, ROWS, STAGES  `rows`, `block_m` and `num_stages` of a plan
+    DEPTH                 times 64 inputs of a stage
     GROUP                 as in `TiledWeight`
     AHEAD                 whether weights are decoded while products of the same group run, for which four groups with
                           many rows have no registers
@@ -94,6 +103,7 @@ def source(
         "GROUPS": groups,
         "ROWS": rows,
         "STAGES": stages,
+        "DEPTH": paired_depth(rows),
         "GROUP": group,
         "SWATH": SWATH,
         "BF16": int(dtype == torch.bfloat16),
@@ -114,10 +124,11 @@ def _multiply(rows: int, dtype: torch.dtype) -> str:
     bound = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     return f"""
 __device__ __forceinline__ void multiply(float (&sums)[{count}], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                         unsigned long long x) {{
-  asm volatile("{{\\n.reg .pred add;\\nsetp.eq.u32 add, 0, 0;\\n"
+                                         unsigned x) {{
+  asm volatile("{{\\n.reg .pred add;\\n.reg .b64 rows;\\nsetp.eq.u32 add, 0, 0;\\n"
+               "mov.b64 rows, {{%{count + 4}, 0x40000040}};\\n"
                "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} "
-               "{{{sums}}}, {{{left}}}, %{count + 4}, add, 1, 1, 0;\\n}}"
-               : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+               "{{{sums}}}, {{{left}}}, rows, add, 1, 1, 0;\\n}}"
+               : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(x));
 }}
 """

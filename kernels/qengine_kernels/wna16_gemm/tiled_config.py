@@ -69,14 +69,16 @@ DEEP = (
 """The same where K is large beside N."""
 
 PAIRED = Entry(1 << 30, "paired", 16, 0, 0, 4, 0)
-"""What sm_90 takes instead for more than 64 rows of x."""
+"""What sm_90 takes instead for more than 64 rows of x, or 32 where the others split K."""
 
 PAIRED_STEPS = {
-    (1, 128): 0.24, (2, 96): 0.29, (2, 128): 0.36, (2, 256): 0.63, (3, 96): 0.39, (3, 128): 0.505, (3, 192): 0.72
+    (1, 96): 0.191, (1, 128): 0.217, (2, 96): 0.316, (2, 128): 0.375, (2, 160): 0.43, (2, 192): 0.518,
+    (2, 224): 0.605, (2, 256): 0.693, (3, 96): 0.459, (3, 128): 0.523, (3, 160): 0.647, (3, 192): 0.773,
 }  # fmt: skip
-"""(64 outputs, rows of x) of a tile -> microseconds that a step of `paired.cu` takes, as measured on an H200."""
-PAIRED_START, PAIRED_TILE, PAIRED_JOIN = 4.5, 1.0, 1.5
-"""Microseconds of a launch, of writing out a tile, and of joining two programs' sums."""
+"""(64 outputs, rows of x) of a tile -> microseconds that 64 inputs take in `paired.cu`."""
+PAIRED_TILE, PAIRED_JOIN = 0.94, 1.86
+"""Microseconds of writing out a tile, and of joining two programs' sums. All of these were fitted to whole launches on
+an H200, of the four shapes and 21 numbers of rows from 65 to 4,096; what a launch costs besides made no difference."""
 
 TUNED: dict[tuple[Chip, int, int, int], tuple[Entry, ...]] = {}
 """Tables that were measured on this machine, by chip, N, K and group (see `tune.py`)."""
@@ -131,8 +133,7 @@ def table_for(chip: Chip, n: int, in_features: int, group: int) -> tuple[Entry, 
     table = WIDE if wide else DEEP if deep else NARROW
     if not paired_runs(chip, group):
         return table
-    few = [e for e in table if e.most < 64]
-    return (*few, replace(table[len(few)], most=64), PAIRED)
+    return (*(e for e in table if e.most <= (64 if wide else 32)), PAIRED)
 
 
 def plan_entry(chip: Chip, entry: Entry, m: int, n: int, in_features: int, group: int) -> TilePlan:
@@ -164,7 +165,7 @@ def plan_paired(chip: Chip, rows: int, block_m: int, sharing: bool, m: int, n: i
     pairs = ceil_div(n, 2 * rows * OUTPUTS) * ceil_div(m, block_m)
     programs = max(chip.multiprocessors // 2, 1)  # pairs of them that run at a time
     left = pairs % programs
-    if not sharing or 2 * left > programs or in_features < 2 * INPUTS:
+    if not sharing or 2 * left > programs or in_features <= INPUTS * paired_depth(block_m):
         left = 0
     fixed = paired_bytes(rows, block_m, 0)
     stages = min(8, (chip.shared_memory - fixed) // (paired_bytes(rows, block_m, 1) - fixed))
@@ -177,7 +178,7 @@ def paired_us(chip: Chip, plan: TilePlan, in_features: int) -> float:
     """What a plan of kind "paired" is reckoned to take; programs that wait for others count as those they wait for."""
     step, programs = PAIRED_STEPS[plan.rows, plan.block_m], max(chip.multiprocessors // 2, 1)
     tiles = ceil_div(plan.share, programs)
-    us = PAIRED_START + tiles * (in_features // INPUTS * step + PAIRED_TILE)
+    us = tiles * (in_features // INPUTS * step + PAIRED_TILE)
     if plan.splits > 1:
         us += in_features // INPUTS * step / 2 + PAIRED_TILE + PAIRED_JOIN
     return us
@@ -186,7 +187,12 @@ def paired_us(chip: Chip, plan: TilePlan, in_features: int) -> float:
 def paired_bytes(rows: int, block_m: int, stages: int) -> int:
     """Shared memory of `paired.cu`: x, words, scales and two barriers of each stage; results on their way out and a
     barrier."""
-    return stages * (2 * INPUTS * block_m + rows * (2048 + 256) + 16) + 4096 * rows + 8
+    return stages * (paired_depth(block_m) * (2 * INPUTS * block_m + rows * (2048 + 256)) + 16) + 4096 * rows + 8
+
+
+def paired_depth(block_m: int) -> int:
+    """Times 64 inputs that `paired.cu` has in one stage."""
+    return 2 if block_m <= 160 else 1
 
 
 def paired_runs(chip: Chip, group: int) -> bool:

@@ -61,7 +61,7 @@ def candidates(most: int) -> Iterator[Entry]:
     if most <= 16:
         for columns, rows, stages, fill in product((32, 64), (1, 2), (3, 4), (2, 3, 4)):
             yield Entry(most, "few", columns, rows, power_of_2(most, 8), 4, stages, fill)
-    if most >= 64:
+    if most > 32:
         for (rows, block_m), fill in product((*PAIRED_STEPS, (2, 64), (4, 64), (4, 128)), range(2)):
             yield Entry(most, "paired", 16, rows, block_m, 4, 0, fill)
     if most > 512:
