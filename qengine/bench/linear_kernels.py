@@ -1,8 +1,8 @@
 """Linears of one shape on this GPU: 4-bit and FP8 kernels beside cuBLAS in bfloat16.
 
 Microseconds a call from CUDA graphs replayed in turns, weights rotated through the L2 cache, x random; every result is
-checked against float32 in the same run. W4 is 4 bits in groups with zeros; FP8 is e4m3 with a scale a row and
-activations rounded by token (the rounding is not timed).
+checked against float32 in the same run. W4 is 4 bits in groups with zeros, and cuBLAS multiplies what they mean; FP8 is
+e4m3 with a scale a row and activations rounded by token (the rounding is not timed).
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def measure(n: int, k: int, rows: Sequence[int], group: int) -> list[dict[str, A
 
 def contenders(n: int, k: int, group: int, chip: Chip) -> dict[str, tuple[list[Any], torch.Tensor]]:
     """Name -> (a call for each cold weight, the first weight's meaning in float32 [N, K])."""
-    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
-    found: dict[str, Any] = {"cuBLAS": ([lambda x, w=w: F.linear(x, w) for w in dense], dense[0].float())}
     packed = [w4(n, k, group) for _ in range(copies(n * k // 2))]
     meaning = dequantize_reference(packed[0]).t()
+    # What is multiplied decides what power matrix units draw: cuBLAS gets the same weights.
+    dense = [dequantize_reference(p).t().to(torch.bfloat16).contiguous() for p in packed[: copies(2 * n * k)]]
+    found: dict[str, Any] = {"cuBLAS": ([lambda x, w=w: F.linear(x, w) for w in dense], dense[0].float())}
     tiled = [held_weight(w, torch.bfloat16, chip) for w in packed]
     if all(isinstance(w, TiledWeight) for w in tiled):
         found["W4"] = ([lambda x, w=w: wna16_matmul(x, w, None, None, chip) for w in tiled], meaning)
