@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qengine.bench.options import KernelOptions, numbers_of, pairs_of
+from qengine.bench.options import KernelOptions, heads_of, numbers_of, pairs_of
 from qengine.errors import CapabilityError
 from qengine.plugin import AttentionSpec
 from qengine.plugin.discovery import load_plugin
@@ -28,7 +28,7 @@ def measure(options: KernelOptions, say: Callable[[str], None]) -> dict[str, Any
         found["linears"] += linear_kernels.measure(n, k, numbers_of("--rows", options.rows), options.group_size)
         torch.cuda.empty_cache()
     decodes = pairs_of(options.decodes, "--decodes")
-    heads, kv_heads, dim = numbers_of("--heads", options.heads, "x")
+    heads, kv_heads, dim = heads_of(options.heads)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     for name in options.kv_dtypes.split(",") if decodes else []:
         say(f"attention with {name}")

@@ -170,25 +170,38 @@ class KernelOptions:
     def __post_init__(self) -> None:
         at_least(self, 16, "group_size")
         pairs_of(self.shapes)
-        pairs_of(self.decodes, "--decodes")
+        pairs_of(self.decodes, "--decodes", "64x8192,256x640")
         numbers_of("--rows", self.rows)
-        if len(numbers_of("--heads", self.heads, "x")) != 3:
-            raise ConfigError("--heads is three numbers", have=self.heads, need="such as 32x8x128")
+        heads_of(self.heads)
 
 
-def numbers_of(flag: str, text: str, between: str = ",") -> list[int]:
-    """Positive whole numbers. Raises ConfigError."""
+def numbers_of(flag: str, text: str) -> list[int]:
+    """Positive whole numbers with commas between. Raises ConfigError."""
+    if (found := _numbers(text, ",")) is None:
+        raise ConfigError(f"{flag} is a list of positive numbers, without units", have=text, need="such as 1,2,4,8")
+    return found
+
+
+def heads_of(text: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim. Raises ConfigError."""
+    found = _numbers(text, "x")
+    if found is None or len(found) != 3:
+        raise ConfigError("--heads is three positive numbers", have=text, need="such as 32x8x128")
+    return found[0], found[1], found[2]
+
+
+def _numbers(text: str, between: str) -> list[int] | None:
     parts = text.split(between)
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{flag} is a list of positive numbers", have=text, need=f"such as {between.join('1248')}")
-    return [int(part) for part in parts]
+    digits = all(part.strip().isdecimal() and len(part) < 16 for part in parts)
+    return [int(part) for part in parts] if digits and all(int(part) for part in parts) else None
 
 
-def pairs_of(text: str | None, flag: str = "--shapes") -> list[tuple[int, int]]:
-    """Pairs such as 6144x4096, with commas between; none for None and "none". Raises ConfigError."""
+def pairs_of(text: str | None, flag: str = "--shapes", example: str = "6144x4096,4096x14336") -> list[tuple[int, int]]:
+    """Pairs with commas between, such as the example; none for None and "none". Raises ConfigError."""
     if text is None or text == "none":
         return []
-    found = [numbers_of(flag, part, "x") for part in text.split(",")]
-    if any(len(pair) != 2 for pair in found):
-        raise ConfigError(f"{flag} is a list of pairs", have=text, need="such as 6144x4096,4096x14336")
-    return [(a, b) for a, b in found]
+    found = [_numbers(part, "x") for part in text.split(",")]
+    pairs = [(pair[0], pair[1]) for pair in found if pair is not None and len(pair) == 2]
+    if len(pairs) != len(found):
+        raise ConfigError(f"{flag} is a list of pairs of positive numbers", have=text, need=f"such as {example}")
+    return pairs

@@ -29,8 +29,11 @@ def test_without_a_gpu_there_is_one_error(command: list[str], capsys: pytest.Cap
     [
         (["tune", "--shapes", "128"], "--shapes is a list of pairs"),
         (["tune", "--rows", "8,0"], "--rows is a list of positive numbers"),
+        (["tune", "--rows", "1K"], "without units"),
+        (["bench", "kernels", "--shapes", "0x4096"], "such as 6144x4096"),
+        (["bench", "kernels", "--decodes", "1x" + "9" * 5000], "such as 64x8192"),
         (["tune", "--group-size", "8"], "--group-size is too small"),
-        (["bench", "kernels", "--heads", "32x8"], "--heads is three numbers"),
+        (["bench", "kernels", "--heads", "32x8"], "--heads is three positive numbers"),
         (["bench", "kernels", "--decodes", "1x2x3"], "--decodes is a list of pairs"),
     ],
 )
