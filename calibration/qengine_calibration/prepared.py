@@ -69,8 +69,13 @@ def prepared_copy(folder: Path, method: str, say: Say = lambda line: None, kv_dt
             # A file beside the model counts for every map of its dtypes: one that leaves layers out has another place.
             for_all = not any(e.is_exception for e in asked_kv_dtypes(kv_dtype).entries)
             options = RunOptions(weights, _kv_options(kv_dtype) if for_all else None, resume=True)
-            with bar("calibrate") as tick:
-                make_copy(folder, target, texts, options, say=say, tick=tick, elsewhere=ELSEWHERE)
+            try:
+                with bar("calibrate") as tick:
+                    make_copy(folder, target, texts, options, say=say, tick=tick, elsewhere=ELSEWHERE)
+            except ConfigError:
+                if not target.is_dir():
+                    raise
+                say("another process has made it meanwhile")  # of two servers that start together
         before, after = checkpoint.nbytes, Checkpoint.open(target).nbytes
         say(f"the copy is ready: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f} MiB")
     if texts is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +173,23 @@ def test_prepared_copy_is_made_once_and_again_for_another_source(
     mark = fingerprint(Checkpoint.open(source))
     (source / "tokenizer_config.json").write_text("{}")
     assert fingerprint(Checkpoint.open(source)) != mark
+
+
+def test_two_that_make_a_copy_together_both_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    source = make_tiny(tmp_path / "source", dtype="float16")
+    said: list[str] = []
+    both_miss_it = Barrier(2, timeout=60)
+
+    def make_together(*args: Any, **options: Any) -> dict[str, Any]:
+        both_miss_it.wait()
+        return make_copy(*args, **options)
+
+    monkeypatch.setattr(prepared, "make_copy", make_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: prepared_copy(source, "awq", said.append), range(2))
+    assert first == second and Checkpoint.open(first).quant is not None
+    assert said.count("another process has made it meanwhile") == 1 and sum("is ready" in line for line in said) == 2
 
 
 def test_a_format_without_groups_is_asked_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
