@@ -39,7 +39,7 @@ def case(k: int, n: int, group: int, scales: torch.dtype) -> tuple[PackedWeight,
 @pytest.mark.parametrize(("k", "group"), [(64, 64), (320, 64), (512, 128), (1024, 1024), (1152, 192), (4096, 128)])
 @pytest.mark.parametrize("m", [1, 64, 129, 300])
 def test_matches_reference(m: int, k: int, group: int, scales: torch.dtype, dtype: torch.dtype) -> None:
-    """Tiles of all kinds would be many kernels to compile: each case takes the next ones."""
+    """Tiles of all kinds would be many kernels to compile: each number of rows takes every fourth."""
     n = 448  # no whole number of any tile
     packed, dense = case(k, n, group, scales)
     weight = to_tiles(packed)

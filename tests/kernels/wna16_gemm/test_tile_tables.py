@@ -92,7 +92,8 @@ def test_pairs_of_tiles_run_where_they_can_and_others_elsewhere(shape: tuple[int
         (256, 4096, 4096, (2, 128), 64, 0),  # 64 tiles, all of them shared by two programs
         (896, 6144, 4096, (2, 224), 126, 66),  # 192 tiles: one for each program, and 60 that are shared
         (2048, 4096, 14336, (2, 256), 128, 128),
-        (65, 64, 128, (1, 96), 1, 1),  # inputs of one stage are not shared
+        (65, 64, 64, (1, 96), 1, 1),  # inputs of one stage are not shared
+        (65, 64, 128, (1, 96), 1, 1),
     ],
 )
 def test_pairs_and_shared_tiles(m: int, n: int, k: int, tile: tuple[int, int], items: int, pairs: int) -> None:
